@@ -1,0 +1,1 @@
+"""Calls in other libraries' conventions, translated into calls of tilewise."""

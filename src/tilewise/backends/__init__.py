@@ -1,0 +1,1 @@
+"""The host side of each way to compute attention, one module each."""

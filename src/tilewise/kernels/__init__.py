@@ -1,0 +1,1 @@
+"""The device side: programs for GPUs, with no checks, no allocation and no defaults."""
