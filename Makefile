@@ -40,7 +40,7 @@ lint: $(VENV)/.dev ## ruff: rules and format
 	$(BIN)/ruff format --check
 
 types: $(VENV)/.dev ## mypy, strict
-	$(BIN)/mypy
+	$(BIN)/mypy src tests $(wildcard examples)
 
 format: $(VENV)/.dev ## let ruff mend what it can
 	$(BIN)/ruff check --fix
