@@ -12,6 +12,7 @@ al., "FlashAttention", arXiv:2205.14135, appendix B.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
@@ -20,6 +21,9 @@ from tilewise.problem.blocks import is_visible
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from tilewise.problem.problem import Grads as TensorGrads
+    from tilewise.problem.problem import Needs, Problem, Tensors
 
 Array = TypeVar("Array", "np.ndarray", "torch.Tensor")
 
@@ -137,22 +141,28 @@ def naive(xp: ModuleType, q: Array, k: Array, v: Array, terms: Terms[Array] | No
     ([1.0, 2.0], [1.0, 2.0])
     """
     batch, heads_q, len_q, _ = q.shape
-    terms = Terms() if terms is None else terms
-    score, _, _, _, v, sink, factor = _scores(xp, q, k, v, terms)
+    scores = _scores(xp, q, k, v, Terms() if terms is None else terms)
+    p, _, lse = _softmax(xp, scores)
+    p = p if scores.factor is None else p * scores.factor
+    out = p @ scores.v
+    return out.reshape(batch, heads_q, len_q, v.shape[-1]), lse.reshape(batch, heads_q, len_q)
+
+
+def _softmax(xp: ModuleType, scores: _Scores[Array]) -> tuple[Array, Array, Array]:
+    """Give p (..., len_kv), the sink's share of each row (..., 1) and lse (..., 1)."""
+    score = scores.score
     # The sink stands as one more column. Without one, a column of -inf keeps the maximum of an empty row defined.
     column = xp.full((*score.shape[:-1], 1), -math.inf, dtype=score.dtype, device=score.device)
-    column = column if sink is None else xp.broadcast_to(sink, column.shape)
+    column = column if scores.sink is None else xp.broadcast_to(scores.sink, column.shape)
     score = xp.concatenate([score, column], -1)
     row_max = xp.amax(score, -1)[..., None]
     row_max = xp.where(row_max == -math.inf, 0, row_max)
     p = xp.exp(score - row_max)
     row_sum = p.sum(-1)[..., None]
     empty = row_sum == 0
-    p = (p / xp.where(empty, 1, row_sum))[..., :-1]
-    p = p if factor is None else p * factor
-    out = p @ v
+    p = p / xp.where(empty, 1, row_sum)
     lse = xp.where(empty, -math.inf, row_max + xp.log(xp.where(empty, 1, row_sum)))
-    return out.reshape(batch, heads_q, len_q, v.shape[-1]), lse.reshape(batch, heads_q, len_q)
+    return p[..., :-1], p[..., -1:], lse
 
 
 def naive_backward(
@@ -160,47 +170,41 @@ def naive_backward(
     q: Array,
     k: Array,
     v: Array,
-    out: Array,
-    lse: Array,
     d_out: Array,
     d_lse: Array | None = None,
     terms: Terms[Array] | None = None,
 ) -> Grads[Array]:
     """Differentiate `naive`: the gradients of ``sum(out * d_out) + sum(lse * d_lse)``.
 
-    With ``p = exp(score - lse)`` and ``dp = d_out @ v.T``, the score's gradient is ``ds = p * (dp - delta)``, where
-    ``delta = sum(d_out * out) - d_lse`` gathers all that a row's normalisation owes.
+    With ``dp = d_out @ v.T``, the score's gradient is ``ds = p * (dp - delta)``, where
+    ``delta = sum(p * dp) - d_lse`` gathers all that a row's normalisation owes.
 
     Args:
         xp: the module that computes: numpy or torch.
         q, k, v, terms: as for `naive`.
-        out, lse: what `naive` returned.
         d_out: (batch, heads_q, len_q, dim_v). d_lse: (batch, heads_q, len_q) or None for zero.
     """
     terms = Terms() if terms is None else terms
     scores = _scores(xp, q, k, v, terms)
-    rows = scores.score.shape[:-1]
-    lse = xp.where(lse == -math.inf, 0, lse).reshape(*rows, 1)
-    delta = (out * d_out).sum(-1) if d_lse is None else (out * d_out).sum(-1) - d_lse
-    delta = delta.reshape(*rows, 1)
+    p, p_sink, _ = _softmax(xp, scores)
+    rows = p.shape[:-1]
     d_out = d_out.reshape(*rows, d_out.shape[-1])
 
-    p = xp.exp(scores.score - lse)
-    dp = d_out @ xp.swapaxes(scores.v, -1, -2)
-    p_dropped = p
-    if scores.factor is not None:
-        p_dropped, dp = p * scores.factor, dp * scores.factor
-    ds = p * (dp - delta)
+    p_dropped = p if scores.factor is None else p * scores.factor
     dv = xp.swapaxes(p_dropped, -1, -2) @ d_out
+    dp = d_out @ xp.swapaxes(scores.v, -1, -2)
+    dp = dp if scores.factor is None else dp * scores.factor
+    delta = (p * dp).sum(-1)[..., None]
+    delta = delta if d_lse is None else delta - d_lse.reshape(*rows, 1)
+    ds = p * (dp - delta)
     dbias = None if terms.bias is None else _sum_to(ds.reshape(*q.shape[:3], k.shape[2]), terms.bias.shape)
     ds = ds * scores.slope
     scale = q.shape[-1] ** -0.5 if terms.scale is None else terms.scale
     dq = ds @ scores.k * scale
     dk = xp.swapaxes(ds, -1, -2) @ (scores.q * scale)
     dsink = None
-    if scores.sink is not None and terms.sink is not None:
-        dsink = -xp.exp(scores.sink - lse) * delta
-        dsink = _sum_to(dsink.sum((-1, -2)).reshape(q.shape[:2]), terms.sink.shape)
+    if terms.sink is not None:
+        dsink = _sum_to((-p_sink * delta).sum((-1, -2)).reshape(q.shape[:2]), terms.sink.shape)
     return Grads(dq.reshape(q.shape), dk.sum(2), dv.sum(2), dbias, dsink)
 
 
@@ -209,3 +213,162 @@ def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
     x = x.sum(tuple(range(x.ndim - len(shape)))) if x.ndim > len(shape) else x
     wide = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
     return x.sum(wide).reshape(shape) if wide else x
+
+
+# ---- as a backend ---------------------------------------------------------------------------------------------------
+# torch is imported inside these functions: the formula above must run with NumPy alone.
+
+name = "naive"
+
+
+class _Piece(NamedTuple):
+    """One dense batch of a problem: all of it, or one sequence of a varlen call with its rows and keys."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    terms: Terms[torch.Tensor]
+    rows: slice
+    keys: slice
+    sequence: int
+
+
+def why_not(problem: Problem) -> str | None:
+    """Say why the untiled formula cannot serve a problem, or None."""
+    if problem.kind == "cache":
+        return "keeps no cache"
+    if problem.kind == "varlen" and problem.device_type != "cpu":
+        return "would have to read sequence bounds from the device"
+    if "block_table" in problem.specs:
+        return "reads no pages"
+    return None
+
+
+def tiles(problem: Problem) -> None:
+    """There are no tiles."""
+
+
+def forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute out and lse, the whole score matrix in memory."""
+    import torch
+
+    from tilewise.backends.outputs import empty_lse, empty_out
+
+    out = empty_out(tensors.q, problem.dim_v, problem.layout).zero_()
+    lse = empty_lse(tensors.q).fill_(-math.inf)
+    for piece in _pieces(problem, tensors):
+        part = naive(torch, piece.q, piece.k, piece.v, piece.terms)
+        if problem.kind == "dense":
+            out.copy_(part[0])
+            lse.copy_(part[1])
+        else:
+            out[piece.rows] = part[0][0].transpose(0, 1)
+            lse[:, piece.rows] = part[1][0].to(lse.dtype)
+    return out, lse
+
+
+def backward(
+    problem: Problem,
+    tensors: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    d_out: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
+    needs: Needs,
+) -> TensorGrads:
+    """Differentiate `forward`."""
+    import torch
+
+    from tilewise.problem.problem import Grads as TensorGrads
+
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
+    total = [
+        None if x is None else torch.zeros_like(x)
+        for x in (tensors.q, tensors.k, tensors.v, tensors.bias, tensors.sink)
+    ]
+    for piece in _pieces(problem, tensors):
+        given = d_out, d_lse.to(out.dtype)
+        if problem.kind == "varlen":
+            given = given[0][piece.rows].transpose(0, 1)[None], given[1][None, :, piece.rows]
+        grads = naive_backward(torch, piece.q, piece.k, piece.v, *given, piece.terms)
+        _add(problem, piece, grads, total)
+    return TensorGrads(*(x if need else None for x, need in zip(total, needs, strict=True)))
+
+
+def _add(problem: Problem, piece: _Piece, grads: Grads[torch.Tensor], total: list[torch.Tensor | None]) -> None:
+    """Add one piece's gradients to the whole call's."""
+    places: list[object] = [Ellipsis] * 5
+    parts: list[torch.Tensor | None] = list(grads)
+    if problem.kind == "varlen":
+        places = [piece.rows, piece.keys, piece.keys, (slice(None), piece.rows, slice(piece.k.shape[2])), Ellipsis]
+        parts[:3] = [part[0].transpose(0, 1) for part in grads[:3]]
+        parts[3] = None if grads.dbias is None else grads.dbias[0]
+        if grads.dsink is not None and grads.dsink.ndim == 2:
+            places[4], parts[4] = piece.sequence, grads.dsink[0]
+    for target, place, part in zip(total, places, parts, strict=True):
+        if target is not None and part is not None:
+            target[place] += part.to(target.dtype)  # type: ignore[index]  # slices and Ellipsis
+
+
+def _pieces(problem: Problem, tensors: Tensors) -> Iterator[_Piece]:
+    """Cut a problem into dense batches."""
+    q, k, v, band = tensors.q, tensors.k, tensors.v, problem.mask.band
+    score = problem.score
+    shared: Terms[torch.Tensor] = Terms(left=band.left, right=band.right, scale=score.scale, softcap=score.softcap)
+
+    def cast(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x.to(q.dtype)
+
+    if problem.kind == "dense":
+        terms = shared._replace(
+            offset=band.offset(problem.len_q, problem.len_kv),
+            kv_start=0 if tensors.kv_start is None else tensors.kv_start,
+            kv_stop=tensors.kv_stop,
+            alibi_slopes=cast(tensors.alibi_slopes),
+            bias=cast(tensors.bias),
+            mask=tensors.mask,
+            sink=cast(tensors.sink),
+            keep=_keep(problem, tensors, problem.batch, problem.len_q, problem.len_kv, 0),
+            dropout=problem.dropout,
+        )
+        yield _Piece(q, k, v, terms, slice(None), slice(None), 0)
+        return
+    if tensors.cu_seqlens_q is None:
+        return
+    edges_q = tensors.cu_seqlens_q.tolist()
+    edges_k = edges_q if tensors.cu_seqlens_k is None else tensors.cu_seqlens_k.tolist()
+    for sequence in range(problem.batch):
+        rows, keys = slice(*edges_q[sequence : sequence + 2]), slice(*edges_k[sequence : sequence + 2])
+        len_q, len_kv = rows.stop - rows.start, keys.stop - keys.start
+        per_head = [
+            cast(x if x is None or x.ndim == 1 else x[sequence : sequence + 1])
+            for x in (tensors.alibi_slopes, tensors.sink)
+        ]
+        terms = shared._replace(
+            offset=band.offset(len_q, len_kv),
+            alibi_slopes=per_head[0],
+            bias=None if tensors.bias is None else cast(tensors.bias[None, :, rows, :len_kv]),
+            sink=per_head[1],
+            keep=_keep(problem, tensors, 1, len_q, len_kv, sequence),
+            dropout=problem.dropout,
+        )
+        q_piece, k_piece, v_piece = (x[part].transpose(0, 1)[None] for x, part in ((q, rows), (k, keys), (v, keys)))
+        yield _Piece(q_piece, k_piece, v_piece, terms, rows, keys, sequence)
+
+
+def _keep(
+    problem: Problem, tensors: Tensors, batch: int, len_q: int, len_kv: int, sequence: int
+) -> torch.Tensor | None:
+    """Draw dropout's mask for a whole batch: (batch, heads_q, len_q, len_kv)."""
+    import torch
+
+    from tilewise.problem.philox import is_kept
+
+    if not problem.dropout or tensors.seed is None:
+        return None
+    device = tensors.q.device
+    number = torch.arange(sequence, sequence + batch, device=device)[:, None, None, None]
+    heads = torch.arange(problem.heads_q, device=device)[:, None, None]
+    q_pos, kv_pos = torch.arange(len_q, device=device)[:, None], torch.arange(len_kv, device=device)
+    return is_kept(tensors.seed, problem.dropout, q_pos, kv_pos, heads, number)

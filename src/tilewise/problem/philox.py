@@ -51,7 +51,12 @@ def philox(seed: Words, counter: tuple[Words, Words, Words, Words], rounds: int 
 
 
 def is_kept(
-    seed: torch.Tensor, dropout: float, q_pos: torch.Tensor, kv_pos: torch.Tensor, head: torch.Tensor, batch: torch.Tensor
+    seed: torch.Tensor,
+    dropout: float,
+    q_pos: torch.Tensor,
+    kv_pos: torch.Tensor,
+    head: torch.Tensor,
+    batch: torch.Tensor,
 ) -> torch.Tensor:
     """Say which elements of the probability matrix survive dropout: bool, in the broadcast shape of the positions.
 

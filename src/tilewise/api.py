@@ -1,0 +1,533 @@
+"""The front door: normalises arguments, draws dropout's seed, calls the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilewise import autograd, dispatch
+from tilewise.backends import torch_ops
+from tilewise.dispatch import use_backend
+from tilewise.problem.cache import CacheOptions, CacheTensors
+from tilewise.problem.problem import Options, Tensors, fail, mismatch
+
+if TYPE_CHECKING:
+    from tilewise.problem.mask import Align
+    from tilewise.problem.problem import Layout
+
+__all__ = ["attention", "attention_varlen", "attention_with_kvcache", "explain", "merge", "softmax", "use_backend"]
+
+Window = tuple["int | None", "int | None"]
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    align: Align = "bottom_right",
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    kv_start: torch.Tensor | Sequence[int] | None = None,
+    kv_stop: torch.Tensor | Sequence[int] | None = None,
+    sink: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    layout: Layout = "bhsd",
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute exact attention, ``softmax(scale * q @ k.T + ...) @ v``, in tiles, never storing the score matrix.
+
+    A visible score is ``cap(scale * dot(q, k)) + bias - alibi_slope * |q_pos + offset - kv_pos|``, where
+    ``cap(x) = softcap * tanh(x / softcap)``. Query i sees key j when ``kv_start <= j < kv_stop``, when the window and
+    ``causal`` leave it in the band ``i + offset - left <= j <= i + offset + right``, and when ``mask`` is True there.
+    A row that sees no key has out 0, lse -inf and zero gradients.
+    Source: Dao et al., arXiv:2205.14135 and arXiv:2307.08691.
+
+    Args:
+        q: (batch, heads_q, len_q, dim_qk); float16, bfloat16, float32 or float64.
+        k: (batch, heads_kv, len_kv, dim_qk); heads_q must be a multiple of heads_kv.
+        v: (batch, heads_kv, len_kv, dim_v); dim_v may differ from dim_qk.
+        causal: hide keys behind the diagonal (right = 0).
+        window: (left, right), inclusive counts of keys to each side of the diagonal; None or -1 leaves a side open.
+        align: where the diagonal lies when len_q != len_kv: "bottom_right" (offset = len_kv - len_q) puts the last
+            query beside the last key, "top_left" (offset = 0) the first beside the first.
+        scale: None = dim_qk ** -0.5; any sign.
+        softcap: None or 0.0 = none.
+        alibi_slopes: (heads_q,) or (batch, heads_q); get no gradient.
+        bias: broadcasts to (batch, heads_q, len_q, len_kv), added to the scores; differentiable.
+        mask: bool, broadcasts to (batch, heads_q, len_q, len_kv), True = visible.
+        kv_start, kv_stop: (batch,) integers, each sequence's visible keys, half open; None = 0 and len_kv.
+        sink: (heads_q,) or (batch, heads_q), one more natural-log score in each row's sum; differentiable.
+        dropout: probability of dropping an element of the softmax, in [0, 1).
+        seed: int or one-element int64 tensor; None draws one from torch's generator.
+        deterministic: gradients bitwise equal over runs.
+        return_lse: also return lse.
+        layout: "bhsd", or "bshd" for q, k, v and out as (batch, len, heads, dim); no copy is made.
+        backend: a backend's name; None takes the first that serves the call.
+
+    Returns:
+        out (batch, heads_q, len_q, dim_v) in q's dtype; with return_lse also lse (batch, heads_q, len_q), the natural
+        log of each row's sum of exponentials, float32 (float64 beside float64), differentiable.
+
+    Raises:
+        ValueError, TypeError: bad input, before anything is launched.
+
+    >>> import torch, tilewise
+    >>> q, k, v = (torch.randn(1, 4, 100, 64) for _ in range(3))
+    >>> out = tilewise.attention(q, k, v, causal=True)
+    >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> out.shape, bool((out - expected).abs().max() < 1e-5)
+    (torch.Size([1, 4, 100, 64]), True)
+    """
+    _check_tensors(q=q, k=k, v=v, bias=bias, mask=mask, sink=sink, alibi_slopes=alibi_slopes)
+    q, k, v = _autocast(q, k, v)
+    if layout == "bshd":
+        _check_rank(4, q=q, k=k, v=v)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    tensors = Tensors(
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        mask=mask,
+        sink=sink,
+        alibi_slopes=alibi_slopes,
+        kv_start=_integers("kv_start", kv_start, q),
+        kv_stop=_integers("kv_stop", kv_stop, q),
+        seed=_seed(seed, dropout, q),
+    )
+    left, right = _sides(window)
+    options = Options(
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        align=align,
+        scale=scale,
+        softcap=softcap or 0.0,
+        dropout=dropout,
+        deterministic=deterministic,
+        return_lse=return_lse,
+        layout=layout,
+        backend=backend,
+    )
+    out, lse = _run(tensors, options)
+    out = out.transpose(1, 2) if layout == "bshd" else out
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    max_seqlen_q: int | torch.Tensor | None = None,
+    max_seqlen_k: int | torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    align: Align = "bottom_right",
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute attention within each of several sequences packed end to end; see `attention` for the formula.
+
+    Sequence s has queries ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` and keys ``cu_seqlens_k[s]`` to
+    ``cu_seqlens_k[s + 1]``; either may be empty. Tokens after the last sequence get out 0 and zero gradients. The
+    diagonal's offset comes from each sequence's own lengths.
+
+    Args:
+        q: (total_q, heads_q, dim_qk).
+        k: (total_k, heads_kv, dim_qk), or (pages, page_size, heads_kv, dim_qk) with a block_table.
+        v: as k, with dim_v.
+        cu_seqlens_q: (batch + 1,) int32 or int64, cumulative lengths from 0.
+        cu_seqlens_k: the same for keys; None = cu_seqlens_q.
+        max_seqlen_q, max_seqlen_k: a hint at the longest sequence; never trusted, tensors are not read.
+        block_table: (batch, max_pages) int32 or int64, the pages of each sequence in order; pages get no gradient.
+        bias: (heads_q or 1, total_q, max_seqlen_k), its last axis counting keys within a sequence.
+        sink, alibi_slopes: (heads_q,) or (batch, heads_q).
+        causal, window, align, scale, softcap, dropout, seed, deterministic, return_lse, backend: as in `attention`.
+
+    Returns:
+        out (total_q, heads_q, dim_v); with return_lse also lse (heads_q, total_q).
+
+    Raises:
+        ValueError, TypeError: bad input, before anything is launched.
+
+    >>> import torch, tilewise
+    >>> q = torch.randn(10, 4, 64)  # two documents of 3 and 7 tokens
+    >>> out = tilewise.attention_varlen(q, q, q, torch.tensor([0, 3, 10]), causal=True)
+    >>> first = tilewise.attention(*(x[None, :3] for x in (q, q, q)), causal=True, layout="bshd")
+    >>> bool((out[:3] - first[0]).abs().max() < 1e-5)
+    True
+    """
+    _check_tensors(q=q, k=k, v=v, bias=bias, sink=sink, alibi_slopes=alibi_slopes)
+    _check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table)
+    q, k, v = _autocast(q, k, v)
+    tensors = Tensors(
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        sink=sink,
+        alibi_slopes=alibi_slopes,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        block_table=block_table,
+        seed=_seed(seed, dropout, q),
+    )
+    left, right = _sides(window)
+    options = Options(
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        align=align,
+        scale=scale,
+        softcap=softcap or 0.0,
+        dropout=dropout,
+        deterministic=deterministic,
+        return_lse=return_lse,
+        max_seqlen_q=None if isinstance(max_seqlen_q, torch.Tensor) else max_seqlen_q,
+        max_seqlen_k=None if isinstance(max_seqlen_k, torch.Tensor) else max_seqlen_k,
+        backend=backend,
+    )
+    out, lse = _run(tensors, options)
+    return (out, lse) if return_lse else out
+
+
+def attention_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    rotary_interleaved: bool = True,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    causal: bool = True,
+    window: Window | None = None,
+    align: Align = "bottom_right",
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    return_lse: bool = False,
+    layout: Layout = "bshd",
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Decode: attend from a few new queries to a cache of keys and values, after appending new ones in place.
+
+    Sequence b holds ``cache_seqlens[b]`` tokens. New k and v are written behind them, and the queries see what is
+    then there, the diagonal's offset coming from each sequence's own length. For inference: no gradient.
+
+    Args:
+        q: (batch, len_q, heads_q, dim_qk).
+        k_cache, v_cache: (batch, capacity, heads_kv, dim), or (pages, page_size, heads_kv, dim) with a block_table; q's
+            dtype, or fp8 or int8 with scales.
+        k, v: (batch, len_new, heads_kv, dim), appended first; need cache_seqlens.
+        cache_seqlens: (batch,) integers or one int, the tokens held before the call; None = the whole capacity. More
+            than fits is a ValueError where the host can tell; on a device, tokens that do not fit are dropped.
+        block_table: (batch, max_pages) integers, the pages of each sequence in order; any page size.
+        cache_batch_idx: (batch,) integers, the cache's row of each sequence; not with a block_table.
+        cache_leftpad: (batch,) integers, slots at the front of each sequence that hold nothing.
+        k_scale, v_scale: (heads_kv,), value = stored * scale; with fp8 and int8 caches.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2); rotate k at its slots, and q at the same ones when causal
+            or windowed, else all of q at ``cache_seqlens``. Used only when k and v are appended.
+        rotary_interleaved: pairs (0, 1), (2, 3), ... when True, else (0, half), (1, half + 1), ...
+        num_splits: parts that the keys are split into; None or 0 = chosen. The result is the same to rounding.
+        batch_invariant: a row's bits do not depend on the rest of the batch.
+        layout: of q, k, v, out and unpaged caches: "bshd", or "bhsd" for (batch, heads, len, dim).
+        causal, window, align, scale, softcap, alibi_slopes, sink, return_lse, backend: as in `attention`.
+
+    Returns:
+        out (batch, len_q, heads_q, dim_v); with return_lse also lse (batch, heads_q, len_q).
+
+    Raises:
+        ValueError: bad shapes or values, before anything is written.
+        TypeError: wrong dtypes, or an input that requires a gradient.
+
+    >>> import torch, tilewise
+    >>> k_cache, v_cache = torch.zeros(1, 128, 2, 64), torch.zeros(1, 128, 2, 64)
+    >>> q, k, v = torch.randn(1, 1, 4, 64), torch.randn(1, 1, 2, 64), torch.randn(1, 1, 2, 64)
+    >>> out = tilewise.attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=0)
+    >>> torch.equal(k_cache[:, :1], k), bool((out[0, 0, 0] - v[0, 0, 0]).abs().max() < 1e-6)
+    (True, True)
+    """
+    _check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sink=sink, alibi_slopes=alibi_slopes)
+    if layout == "bhsd":
+        _check_rank(4, q=q, k_cache=k_cache, v_cache=v_cache)
+        q = q.transpose(1, 2)
+        k, v = (None if x is None else x.transpose(1, 2) for x in (k, v))
+        if block_table is None:
+            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    elif layout != "bshd":
+        raise fail('layout must be "bhsd" or "bshd"', repr(layout), "Name the order of q's axes")
+    length = None if isinstance(cache_seqlens, torch.Tensor) else cache_seqlens
+    lengths = cache_seqlens if length is None else torch.full(q.shape[:1], length, dtype=torch.int32, device=q.device)
+    tensors = CacheTensors(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k=k,
+        v=v,
+        cache_seqlens=lengths,
+        block_table=block_table,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        sink=sink,
+        alibi_slopes=alibi_slopes,
+    )
+    left, right = _sides(window)
+    options = CacheOptions(
+        rotary_interleaved=rotary_interleaved,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        align=align,
+        scale=scale,
+        softcap=softcap or 0.0,
+        return_lse=return_lse,
+        layout=layout,
+        backend=backend,
+    )
+    out, lse = _run_cache(tensors, options, length)
+    out = out.transpose(1, 2) if layout == "bhsd" else out
+    return (out, lse) if return_lse else out
+
+
+def merge(
+    outs: torch.Tensor | Sequence[torch.Tensor],
+    lses: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join partial results of the same queries over disjoint sets of keys, exactly.
+
+    ``lse = log(sum_i exp(lse_i) [+ exp(sink)])`` and ``out = sum_i exp(lse_i - lse) * out_i``: the rule by which tiles
+    are joined inside a kernel, with whole results in the place of tiles. Differentiable in all of its inputs.
+    Source: Dao, arXiv:2307.08691, and the Flash-Decoding note, 2023.
+
+    Args:
+        outs: any number of (batch, heads, len, dim_v) or (total, heads, dim_v), in a list or stacked along axis 0.
+        lses: as many (batch, heads, len), beside packed outs (heads, total); natural log.
+        sink: (heads,) or (batch, heads), added once; the parts must have been made without it.
+
+    Returns:
+        out and lse in the parts' shapes. A part with lse -inf adds nothing; where all parts are so, out is 0 and lse -inf.
+
+    Raises:
+        ValueError: no part, or shapes that do not go together.
+
+    >>> import torch, tilewise
+    >>> q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    >>> halves = [tilewise.attention(q, k[:, :, s], v[:, :, s], return_lse=True) for s in (slice(0, 4), slice(4, 8))]
+    >>> out, _ = tilewise.merge(*zip(*halves))
+    >>> bool((out - tilewise.attention(q, k, v)).abs().max() < 1e-6)
+    True
+    """
+    outs, lses = list(outs), list(lses)
+    if not outs or len(outs) != len(lses):
+        raise fail("merge needs one lse for each out, and at least one", f"{len(outs)} and {len(lses)}", "Pass pairs")
+    for out, lse in zip(outs, lses, strict=True):
+        _check_tensors(out=out, lse=lse)
+        if out.ndim not in (3, 4) or out.shape != outs[0].shape or out.dtype != outs[0].dtype:
+            got = f"{tuple(out.shape)} {out.dtype} beside {tuple(outs[0].shape)} {outs[0].dtype}"
+            raise fail(
+                "outs must share one shape, of 3 or 4 axes, and one dtype", got, "Merge results of the same call"
+            )
+        want = tuple(out.shape[:3]) if out.ndim == 4 else (out.shape[1], out.shape[0])
+        if tuple(lse.shape) != want:
+            raise fail(f"the lse of an out {tuple(out.shape)} must be {want}", tuple(lse.shape), "Use return_lse=True")
+    if sink is not None:
+        _check_tensors(sink=sink)
+        heads = outs[0].shape[1]
+        fits = sink.shape == (heads,) or (outs[0].ndim == 4 and sink.shape == (outs[0].shape[0], heads))
+        if not fits:
+            raise fail(f"sink must be (heads,) = ({heads},) or (batch, heads)", tuple(sink.shape), "One number a head")
+    return torch_ops.merge(outs, lses, sink)
+
+
+def softmax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """Compute ``exp(x - max) / sum(exp(x - max))`` along ``dim``; a row of -inf gives zeros, never NaN.
+
+    Args:
+        x: any shape, floating point. dim: the axis to normalise over.
+
+    Returns:
+        A tensor like x, differentiable.
+
+    Raises:
+        TypeError: x is not a floating point tensor. IndexError: there is no such axis.
+
+    >>> import torch, tilewise
+    >>> tilewise.softmax(torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]])).tolist()
+    [[0.5, 0.5], [0.0, 0.0]]
+    """
+    _check_tensors(x=x)
+    if not x.is_floating_point():
+        raise mismatch("softmax needs floating point numbers", x.dtype, "Convert with .float()")
+    return torch_ops.softmax(x, dim)
+
+
+def explain(function: Callable[..., object], *args: object, **options: object) -> dispatch.Plan:
+    """Say what a call would do, without doing it: who would serve it, why the others refuse, and what it costs.
+
+    Args:
+        function: `attention`, `attention_varlen` or `attention_with_kvcache`. args, options: its arguments.
+
+    Returns:
+        A Plan with .backend, .tiles, .refusals {name: reason}, .flops, .bytes, .memory; ``str()`` prints it.
+
+    Raises:
+        ValueError: another function. Whatever the call itself would raise.
+
+    >>> import torch, tilewise
+    >>> q = torch.randn(1, 2, 128, 64)
+    >>> plan = tilewise.explain(tilewise.attention, q, q, q, window=(16, 0))
+    >>> plan.backend, plan.refusals["torch_sdpa"]
+    ('torch_tiled', 'has no window')
+    """
+    if function not in (attention, attention_varlen, attention_with_kvcache):
+        got = getattr(function, "__name__", function)
+        raise fail(
+            "explain takes attention, attention_varlen or attention_with_kvcache", got, "Pass the function itself"
+        )
+    token = dispatch.explaining.set(True)
+    try:
+        function(*args, **options)
+    except dispatch.Explained as stop:
+        return stop.plan
+    finally:
+        dispatch.explaining.reset(token)
+    raise RuntimeError("the call ended before its plan was made")
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+def _check_tensors(**tensors: object) -> None:
+    for name, x in tensors.items():
+        if x is None or (isinstance(x, torch.Tensor) and not x.is_nested):
+            continue
+        if isinstance(x, torch.Tensor):
+            mend = "Pass x.values() and x.offsets() of its (total, heads, dim) form to attention_varlen"
+            raise mismatch(f"{name} must be an ordinary tensor", "a nested tensor", mend)
+        raise mismatch(f"{name} must be a torch tensor", type(x).__name__, "NumPy arrays go to tilewise.reference")
+
+
+def _check_rank(rank: int, **tensors: torch.Tensor) -> None:
+    for name, x in tensors.items():
+        if x.ndim != rank:
+            raise fail(f"{name} must have {rank} axes", f"{name} {tuple(x.shape)}", "Check the layout")
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Under torch.autocast, convert to its dtype as torch does for its own attention; float64 stays."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _sides(window: Window | None) -> Window:
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise fail("window must be (left, right)", window, "Count the keys to each side; None leaves a side open")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, (int, torch.SymInt))):
+            raise mismatch("window's sides must be ints or None", type(side).__name__, "Count the keys to each side")
+    return window[0], window[1]
+
+
+def _seed(seed: int | torch.Tensor | None, dropout: float, q: torch.Tensor) -> torch.Tensor | None:
+    """Give dropout's seed as a tensor on q's device, so that graph replays and checkpointing see it as data."""
+    if not dropout:
+        return None
+    if seed is None:
+        return torch.randint(0, 2**63 - 1, (1,), device=q.device)
+    if isinstance(seed, torch.Tensor):
+        return seed
+    wrapped = (seed + 2**63) % 2**64 - 2**63  # any 64-bit value, as int64 holds it
+    return torch.full((1,), wrapped, dtype=torch.int64, device=q.device)
+
+
+def _integers(name: str, x: torch.Tensor | Sequence[int] | None, q: torch.Tensor) -> torch.Tensor | None:
+    if x is None or isinstance(x, torch.Tensor):
+        return x
+    if isinstance(x, (list, tuple)) and all(isinstance(value, int) for value in x):
+        return torch.tensor(x, dtype=torch.int32, device=q.device)
+    raise mismatch(f"{name} must be an integer tensor or a list of ints", type(x).__name__, "Give one per sequence")
+
+
+# ---- running --------------------------------------------------------------------------------------------------------
+
+
+def _run(tensors: Tensors, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    if not torch.compiler.is_compiling():
+        options = options._replace(backend=options.backend or dispatch.requested())
+        if dispatch.explaining.get():
+            raise dispatch.Explained(dispatch.plan(autograd.problem_for(tensors, options), options.backend))
+        if _is_plain(tensors):
+            return autograd.run(tensors, options)
+    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.tilewise.attention(*tensors, *options)
+    return result
+
+
+def _run_cache(tensors: CacheTensors, options: CacheOptions, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if not torch.compiler.is_compiling():
+        options = options._replace(backend=options.backend or dispatch.requested())
+        if length is not None:
+            autograd.check_length(tensors, options, length)
+        if dispatch.explaining.get():
+            raise dispatch.Explained(dispatch.plan(autograd.problem_for(tensors, options), options.backend))
+        if _is_plain(tensors):
+            return autograd.run_cache(tensors, options)
+    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.tilewise.attention_with_kvcache(*tensors, *options)
+    return result
+
+
+def _is_plain(tensors: Tensors | CacheTensors) -> bool:
+    """Say whether the call can skip the operator: ordinary tensors, no gradient, no transform and no tracing mode."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    grad = torch.is_grad_enabled()
+    for x in tensors:
+        if x is not None and (type(x) not in (torch.Tensor, torch.nn.Parameter) or (grad and x.requires_grad)):
+            return False
+    return True

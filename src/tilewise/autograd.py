@@ -1,0 +1,239 @@
+"""The operators: schema, shapes for tracing, first and second derivative, vmap.
+
+``tilewise::attention`` and ``tilewise::attention_backward`` serve dense and varlen calls alike,
+``tilewise::attention_with_kvcache`` decodes. Their bodies describe the problem, check it and dispatch. They are defined with
+torch.library.Library, since the custom_op decorator costs far more host time a call.
+
+Importing this file registers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tilewise import dispatch
+from tilewise.backends.outputs import empty_lse, empty_out
+from tilewise.backends.torch_double_backward import double_backward
+from tilewise.problem.cache import CacheOptions, CacheTensors, check_cache_contents, describe_cache
+from tilewise.problem.problem import Grads, Needs, Options, Problem, Spec, Tensors, check_contents, describe
+
+if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+
+_TENSORS = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? sink, Tensor? alibi_slopes,
+    Tensor? kv_start, Tensor? kv_stop, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? block_table, Tensor? seed"""
+_OPTIONS = """bool causal, SymInt? window_left, SymInt? window_right, str align, float? scale, float softcap,
+    float dropout, bool deterministic, bool return_lse, str layout, SymInt? max_seqlen_q, SymInt? max_seqlen_k,
+    str? backend"""
+_CACHE = """Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, Tensor? cache_seqlens,
+    Tensor? block_table, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? k_scale, Tensor? v_scale,
+    Tensor? rotary_cos, Tensor? rotary_sin, Tensor? sink, Tensor? alibi_slopes, bool rotary_interleaved,
+    SymInt? num_splits, bool batch_invariant, bool causal, SymInt? window_left, SymInt? window_right, str align,
+    float? scale, float softcap, bool return_lse, str layout, str? backend"""
+
+_library = torch.library.Library("tilewise", "FRAGMENT")
+_library.define(f"attention({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)")
+_library.define(
+    f"attention_backward({_TENSORS}, Tensor out, Tensor lse, Tensor? d_out, Tensor? d_lse, {_OPTIONS}, bool[] needs)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(f"attention_with_kvcache({_CACHE}) -> (Tensor, Tensor)")
+
+N_TENSORS, N_OPTIONS = len(Tensors._fields), len(Options._fields)
+DIFFERENTIABLE = tuple(Tensors._fields.index(name) for name in ("q", "k", "v", "bias", "sink"))
+
+_problems: dict[object, Problem] = {}
+_PROBLEMS_KEPT = 4096
+HOST_READ = ("kv_start", "kv_stop", "cu_seqlens_q", "cu_seqlens_k", "block_table")
+CACHE_HOST_READ = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table")
+
+
+def problem_for(tensors: Tensors | CacheTensors, options: Options | CacheOptions) -> Problem:
+    """Describe and check one call. Metadata that was met before is not checked again; contents of CPU tensors are."""
+    grad = torch.is_grad_enabled()
+    key = (
+        options,
+        *(None if x is None else (x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad) for x in tensors),
+    )
+    problem = _problems.get(key)
+    if problem is None:
+        specs = {name: spec_of(x) for name, x in tensors._asdict().items() if x is not None}
+        problem = _describe(specs, options)
+        if len(_problems) >= _PROBLEMS_KEPT:
+            _problems.clear()
+        _problems[key] = problem
+    if problem.device == "cpu":
+        names = HOST_READ if isinstance(tensors, Tensors) else CACHE_HOST_READ
+        given = {name: getattr(tensors, name) for name in names if getattr(tensors, name) is not None}
+        if given:
+            contents = {name: x.flatten().tolist() for name, x in given.items()}
+            (check_contents if isinstance(tensors, Tensors) else check_cache_contents)(problem, contents)
+    return problem
+
+
+def _describe(specs: Mapping[str, Spec], options: Options | CacheOptions) -> Problem:
+    return describe(specs, options) if isinstance(options, Options) else describe_cache(specs, options)
+
+
+def spec_of(x: torch.Tensor) -> Spec:
+    """Take a tensor's metadata."""
+    grad = torch.is_grad_enabled() and x.requires_grad
+    return Spec(tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."), str(x.device), grad)
+
+
+# ---- forward --------------------------------------------------------------------------------------------------------
+
+
+def run(tensors: Tensors, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one call without the operator around it: for callers that need no gradient and no tracing."""
+    return dispatch.forward(problem_for(tensors, options), tensors, options.backend)
+
+
+def _forward(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return run(*_split(args))
+
+
+def _forward_fake(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors, options = _split(args)
+    return empty_out(tensors.q, tensors.v.shape[-1], options.layout), empty_lse(tensors.q)
+
+
+def _split(args: tuple[object, ...]) -> tuple[Tensors, Options]:
+    return Tensors(*args[:N_TENSORS]), Options(*args[N_TENSORS:])  # type: ignore[arg-type]  # the schema's order
+
+
+def _forward_setup(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    tensors, options = _split(inputs)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)  # type: ignore[arg-type]  # None is allowed
+    ctx.options = options  # type: ignore[attr-defined]
+
+
+def _forward_backward(
+    ctx: FunctionCtx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    nothing: list[torch.Tensor | None] = [None] * (N_TENSORS + N_OPTIONS)
+    if d_out is None and d_lse is None:
+        return tuple(nothing)
+    *tensors, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
+    needs = [bool(ctx.needs_input_grad[index]) for index in DIFFERENTIABLE]  # type: ignore[attr-defined]
+    options: Options = ctx.options  # type: ignore[attr-defined]
+    grads = torch.ops.tilewise.attention_backward(*tensors, out, lse, d_out, d_lse, *options, needs)
+    for index, needed, grad in zip(DIFFERENTIABLE, needs, grads, strict=True):
+        nothing[index] = grad if needed else None
+    return tuple(nothing)
+
+
+# ---- backward -------------------------------------------------------------------------------------------------------
+
+
+def _backward(*args: object) -> tuple[torch.Tensor, ...]:
+    tensors, (out, lse, d_out, d_lse), options, needs = _split_backward(args)
+    problem = problem_for(tensors, options)
+    grads = dispatch.backward(problem, tensors, out, lse, d_out, d_lse, needs, options.backend)
+    return tuple(tensors.q.new_empty(0) if grad is None else grad for grad in grads)
+
+
+def _backward_fake(*args: object) -> tuple[torch.Tensor, ...]:
+    tensors, _, _, needs = _split_backward(args)
+    inputs = (tensors.q, tensors.k, tensors.v, tensors.bias, tensors.sink)
+    return tuple(
+        torch.empty_like(x) if need and x is not None else tensors.q.new_empty(0)
+        for x, need in zip(inputs, needs, strict=True)
+    )
+
+
+Saved = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
+
+
+def _split_backward(args: tuple[object, ...]) -> tuple[Tensors, Saved, Options, Needs]:
+    stop = N_TENSORS + 4
+    tensors, saved, options, needs = args[:N_TENSORS], args[N_TENSORS:stop], args[stop:-1], args[-1]
+    return Tensors(*tensors), tuple(saved), Options(*options), Needs(*needs)  # type: ignore[arg-type,misc,return-value]  # the schema's order
+
+
+def _backward_setup(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[torch.Tensor, ...]) -> None:
+    tensors, saved, options, needs = _split_backward(inputs)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *saved)  # type: ignore[arg-type]  # None is allowed
+    ctx.options, ctx.needs = options, needs  # type: ignore[attr-defined]
+
+
+@once_differentiable  # type: ignore[untyped-decorator]  # a third derivative raises instead of being silently wrong
+def _backward_backward(ctx: FunctionCtx, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    saved = ctx.saved_tensors  # type: ignore[attr-defined]
+    tensors, (out, lse, d_out, d_lse) = Tensors(*saved[:N_TENSORS]), saved[N_TENSORS:]
+    options: Options = ctx.options  # type: ignore[attr-defined]
+    needs: Needs = ctx.needs  # type: ignore[attr-defined]
+    arriving = Grads(*(g if need else None for g, need in zip(cotangents, needs, strict=True)))
+    second = double_backward(problem_for(tensors, options), tensors, out, lse, d_out, d_lse, arriving)
+    grads: list[torch.Tensor | None] = [None] * (N_TENSORS + 4 + N_OPTIONS + 1)
+    for index, grad in zip((*DIFFERENTIABLE, *range(N_TENSORS, N_TENSORS + 4)), second, strict=True):
+        original = saved[index]
+        grads[index] = None if original is None or grad is None else grad.to(original.dtype)
+    return tuple(grads)
+
+
+# ---- decoding -------------------------------------------------------------------------------------------------------
+
+
+def run_cache(tensors: CacheTensors, options: CacheOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one decoding call without the operator around it."""
+    return dispatch.decode(problem_for(tensors, options), tensors, options.backend)
+
+
+def _cache(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return run_cache(*_split_cache(args))
+
+
+def _cache_fake(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors, _ = _split_cache(args)
+    q = tensors.q.transpose(1, 2)
+    return empty_out(q, tensors.v_cache.shape[-1], "bshd").transpose(1, 2), empty_lse(q)
+
+
+def _split_cache(args: tuple[object, ...]) -> tuple[CacheTensors, CacheOptions]:
+    count = len(CacheTensors._fields)
+    return CacheTensors(*args[:count]), CacheOptions(*args[count:])  # type: ignore[arg-type]  # the schema's order
+
+
+def check_length(tensors: CacheTensors, options: CacheOptions, length: int) -> None:
+    """Check a length that the caller gave as an int, which every sequence shares, on any device."""
+    check_cache_contents(problem_for(tensors, options), {"cache_seqlens": [length]})
+
+
+# ---- vmap -----------------------------------------------------------------------------------------------------------
+
+
+def _each(op: torch._ops.OpOverload):  # type: ignore[no-untyped-def]  # the shape that register_vmap asks for
+    """Make a vmap rule that runs the operator once a sample and stacks the results."""
+
+    def rule(info, in_dims, *args):  # type: ignore[no-untyped-def]
+        samples = []
+        for sample in range(info.batch_size):
+            pairs = zip(args, in_dims, strict=True)
+            samples.append(op(*(x if dim is None else x.select(dim, sample) for x, dim in pairs)))
+        stacked = tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
+        return stacked, (0,) * len(stacked)
+
+    return rule
+
+
+_library.impl("attention", _forward, "CompositeExplicitAutograd")
+_library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+_library.impl("attention_with_kvcache", _cache, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::attention", _forward_fake, lib=_library)
+torch.library.register_fake("tilewise::attention_backward", _backward_fake, lib=_library)
+torch.library.register_fake("tilewise::attention_with_kvcache", _cache_fake, lib=_library)
+torch.library.register_autograd("tilewise::attention", _forward_backward, setup_context=_forward_setup, lib=_library)
+torch.library.register_autograd(
+    "tilewise::attention_backward", _backward_backward, setup_context=_backward_setup, lib=_library
+)
+torch.library.register_vmap("tilewise::attention", _each(torch.ops.tilewise.attention.default), lib=_library)
+torch.library.register_vmap(
+    "tilewise::attention_backward", _each(torch.ops.tilewise.attention_backward.default), lib=_library
+)

@@ -1,0 +1,259 @@
+"""Choose who answers: backends in order, every refusal kept with its reason."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Protocol, cast
+
+from tilewise.machine import cost, detect
+from tilewise.machine.device import Device
+from tilewise.machine.shape import Shape
+from tilewise.machine.tiles import Tiles
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilewise.problem.cache import CacheTensors
+    from tilewise.problem.problem import Grads, Needs, Problem, Tensors
+
+BACKENDS = ("torch_sdpa", "torch_tiled")  # in the order of preference
+ON_REQUEST = ("naive",)  # only when named: to compare with and to read
+ENVIRONMENT = "TILEWISE_BACKEND"
+
+_chosen: ContextVar[str | None] = ContextVar("tilewise_backend", default=None)
+
+
+class Backend(Protocol):
+    """What a backend module offers."""
+
+    name: str
+
+    def why_not(self, problem: Problem) -> str | None:
+        """Say why this backend cannot serve the problem, or None."""
+
+    def tiles(self, problem: Problem) -> Tiles | None:
+        """Give the tile sizes, or None where they are not ours to know."""
+
+    def forward(self, problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute (out, lse)."""
+
+    def backward(
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        d_out: torch.Tensor | None,
+        d_lse: torch.Tensor | None,
+        needs: Needs,
+    ) -> Grads:
+        """Compute the gradients that are asked for."""
+
+
+class CacheBackend(Backend, Protocol):
+    """A backend that also decodes against a cache."""
+
+    def decode(self, problem: Problem, tensors: CacheTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append to the cache, attend to it, give (out, lse)."""
+
+
+def load(name: str) -> Backend:
+    """Import a backend by name.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    if name not in (*BACKENDS, *ON_REQUEST):
+        known = ", ".join((*BACKENDS, *ON_REQUEST))
+        raise ValueError(f"backend must be one of {known}; got {name!r}. Leave it None to have one chosen")
+    return cast("Backend", importlib.import_module(f"tilewise.backends.{name}"))
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Choose the backend for every call inside, also those made by somebody's model.
+
+    A call's own ``backend=`` goes before it, the environment variable TILEWISE_BACKEND comes after it. The named backend
+    never falls back: a call that it cannot serve raises with its reason.
+
+    Raises:
+        ValueError: there is no such backend.
+
+    >>> import torch, tilewise
+    >>> q = torch.randn(1, 2, 8, 16)
+    >>> with tilewise.use_backend("torch_tiled"):
+    ...     tilewise.explain(tilewise.attention, q, q, q).backend
+    'torch_tiled'
+    """
+    load(name)
+    token = _chosen.set(name)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def requested() -> str | None:
+    """Give the backend that `use_backend` or TILEWISE_BACKEND asks for, or None."""
+    return _chosen.get() or os.environ.get(ENVIRONMENT) or None
+
+
+def refusals(problem: Problem) -> dict[str, str | None]:
+    """Ask every backend, in order; None means it would serve the problem."""
+    reasons: dict[str, str | None] = {name: load(name).why_not(problem) for name in BACKENDS}
+    return reasons | {name: load(name).why_not(problem) or "only when named" for name in ON_REQUEST}
+
+
+def choose(problem: Problem, name: str | None = None) -> Backend:
+    """Give the named backend, or the first that serves the problem.
+
+    Raises:
+        ValueError: the named backend cannot serve it, with its reason.
+    """
+    name = name or requested()
+    if name is not None:
+        backend = load(name)
+        reason = backend.why_not(problem)
+        if reason is not None:
+            raise ValueError(
+                f"backend {name!r} cannot serve this call: {reason}. Leave backend None to have one chosen"
+            )
+        return backend
+    for candidate in BACKENDS:
+        backend = load(candidate)
+        if backend.why_not(problem) is None:
+            return backend
+    raise ValueError("no backend serves this call: " + "; ".join(f"{k}: {v}" for k, v in refusals(problem).items()))
+
+
+def forward(problem: Problem, tensors: Tensors, name: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the forward pass on the chosen backend."""
+    return _serving(problem, name).forward(problem, tensors)
+
+
+def backward(
+    problem: Problem,
+    tensors: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    d_out: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
+    needs: Needs,
+    name: str | None,
+) -> Grads:
+    """Run the backward pass on the chosen backend."""
+    return _serving(problem, name).backward(problem, tensors, out, lse, d_out, d_lse, needs)
+
+
+def decode(problem: Problem, tensors: CacheTensors, name: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append to the cache and attend to it on the chosen backend."""
+    return cast("CacheBackend", _serving(problem, name)).decode(problem, tensors)
+
+
+def _serving(problem: Problem, name: str | None) -> Backend:
+    """Choose; a problem with nothing to compute goes to the torch engine, so that no kernel needs a case for it."""
+    backend = choose(problem, name)
+    return load("torch_tiled") if problem.is_empty else backend
+
+
+# ---- explain --------------------------------------------------------------------------------------------------------
+
+explaining: ContextVar[bool] = ContextVar("tilewise_explaining", default=False)
+
+
+class Explained(Exception):  # noqa: N818  # no error: it ends a call at the point where it would run
+    """Carries the plan of a call out of the function that would have made it."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("explained")
+        self.plan = plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call would do.
+
+    ``flops`` counts the visible pairs' products, ``bytes`` is main-memory traffic with every tensor crossing once
+    (``bytes_worst``: keys and values loaded anew for every query tile), ``memory`` is what is taken beyond the inputs.
+    A varlen call is counted as one sequence, an upper bound: only the device knows the lengths.
+    """
+
+    problem: Problem
+    backend: str
+    tiles: Tiles | None
+    refusals: dict[str, str]
+    flops: int
+    bytes: int
+    bytes_worst: int | None
+    memory: int
+    cost: cost.Cost = field(repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """The roofline estimate: no call on this device is faster. Speeds no data sheet gives are measured, once."""
+        return self.cost.time_floor(_device_with_rates(self.problem.device, self.problem.dtype), self.problem.dtype)
+
+    def __str__(self) -> str:
+        problem, score, mask = self.problem, self.problem.score, self.problem.mask
+        features = [f"band {mask.band}"] if not mask.band.is_open else []
+        features += ["key ranges"] * mask.ranged + ["dense mask"] * mask.dense + ["bias"] * score.bias
+        features += ["ALiBi"] * score.alibi + ["sink"] * score.sink + [f"softcap {score.softcap}"] * bool(score.softcap)
+        features += [f"dropout {problem.dropout}"] * bool(problem.dropout)
+        heads = f"{problem.heads_q} heads" + f" over {problem.heads_kv}" * (problem.group > 1)
+        dims = f"d={problem.dim_qk}" + f"/{problem.dim_v}" * (problem.dim_v != problem.dim_qk)
+        size = f"B={problem.batch} N={problem.len_q}x{problem.len_kv} {dims} {heads}"
+        lines = [
+            f"{problem.kind} attention, {size}, {problem.dtype} on {problem.device}",
+            f"  score    {'; '.join(features) or 'plain'}",
+            f"  backend  {self.backend}",
+            f"  tiles    {f'{self.tiles.block_q} queries x {self.tiles.block_kv} keys' if self.tiles else 'its own'}",
+            *(f"  not      {name}: {reason}" for name, reason in self.refusals.items()),
+            f"  flops    {self.flops / 1e9:,.3f} GFLOP",
+            f"  bytes    {self.bytes / 2**20:,.2f} MiB at best"
+            + (f", {self.bytes_worst / 2**20:,.2f} MiB at worst" if self.bytes_worst else ""),
+            f"  memory   {self.memory / 2**20:,.2f} MiB beyond the inputs",
+            f"  time     {self.seconds * 1e3:,.3f} ms at the least (roofline)",
+        ]
+        return "\n".join(lines)
+
+
+def plan(problem: Problem, name: str | None) -> Plan:
+    """Plan one call: see `tilewise.explain`."""
+    backend = _serving(problem, name)
+    tiles, shape = backend.tiles(problem), Shape.of(problem)
+    worst = None
+    if backend.name == "naive":
+        best = cost.naive(shape)
+    elif problem.kind == "cache":
+        best = cost.decode(shape)
+    elif tiles is None:
+        best = cost.tiled_best(shape)
+    else:
+        best = cost.tiled_best(shape, tiles.block_q, tiles.block_kv)
+        worst = cost.tiled_worst(shape, tiles.block_q, tiles.block_kv)
+    reasons = refusals(problem)
+    return Plan(
+        problem=problem,
+        backend=backend.name,
+        tiles=tiles,
+        refusals={k: reason for k, reason in reasons.items() if reason is not None and k != backend.name},
+        flops=2 * shape.pairs * (shape.dim_qk + shape.dim_v),
+        bytes=best.bytes,
+        bytes_worst=worst.bytes if worst else None,
+        memory=best.memory,
+        cost=best,
+    )
+
+
+@cache
+def _device_with_rates(device: str, dtype: str) -> Device:
+    found = detect.detect(device)
+    if found.bandwidth is None or found.rates.get(dtype) is None:
+        found = detect.measure_rates(device, dtype).on(found)
+    return found
