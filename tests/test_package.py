@@ -42,17 +42,17 @@ MAX_FUNCTION_LINES = 80  # without the docstring
 
 
 def project_files() -> list[Path]:
-    """List the files that git tracks or would track; outside a repository, those of an unpacked source archive."""
-    if (ROOT / ".git").exists():
-        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        return sorted(ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file())
-    made_here = {".venv", "build", "dist", "site", "__pycache__"}
-    return sorted(path for path in ROOT.rglob("*") if path.is_file() and not made_here & set(path.parts))
+    """List the files that git tracks; in an unpacked source archive, all that were not made here."""
+    git = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if git.returncode == 0 and git.stdout:
+        return sorted(path for name in git.stdout.split("\0") if (path := ROOT / name).is_file())
+    made_here = re.compile(r"(^|/)(\.venv|\.[a-z]+_cache|\.hypothesis|build|dist|site|__pycache__)/")
+    files = (path for path in ROOT.rglob("*") if path.is_file())
+    return sorted(path for path in files if not made_here.search(path.relative_to(ROOT).as_posix()))
 
 
 def python_files() -> list[Path]:
-    return [path for path in project_files() if path.suffix == ".py"]
+    return [path for folder in ("src", "tests", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def run_python(code: str) -> str:
