@@ -27,6 +27,7 @@ ROWS = (
     ("adapters", "distributed", "bench", "lab"),
     ("testing",),
     ("api",),
+    ("arguments",),
     ("autograd",),
     ("dispatch",),
     ("reference",),

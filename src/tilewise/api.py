@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise import autograd, dispatch
+from tilewise.arguments import autocast, check_rank, check_tensors, integers_tensor, seed_tensor, sides
 from tilewise.backends import torch_ops
 from tilewise.dispatch import use_backend
 from tilewise.problem.cache import CacheOptions, CacheTensors
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from tilewise.problem.problem import Layout
 
 __all__ = ["attention", "attention_varlen", "attention_with_kvcache", "explain", "merge", "softmax", "use_backend"]
-
-Window = tuple["int | None", "int | None"]
 
 
 def attention(
@@ -89,10 +88,10 @@ def attention(
     >>> out.shape, bool((out - expected).abs().max() < 1e-5)
     (torch.Size([1, 4, 100, 64]), True)
     """
-    _check_tensors(q=q, k=k, v=v, bias=bias, mask=mask, sink=sink, alibi_slopes=alibi_slopes)
-    q, k, v = _autocast(q, k, v)
+    check_tensors(q=q, k=k, v=v, bias=bias, mask=mask, sink=sink, alibi_slopes=alibi_slopes)
+    q, k, v = autocast(q, k, v)
     if layout == "bshd":
-        _check_rank(4, q=q, k=k, v=v)
+        check_rank(4, q=q, k=k, v=v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     tensors = Tensors(
         q=q,
@@ -102,11 +101,11 @@ def attention(
         mask=mask,
         sink=sink,
         alibi_slopes=alibi_slopes,
-        kv_start=_integers("kv_start", kv_start, q),
-        kv_stop=_integers("kv_stop", kv_stop, q),
-        seed=_seed(seed, dropout, q),
+        kv_start=integers_tensor("kv_start", kv_start, q),
+        kv_stop=integers_tensor("kv_stop", kv_stop, q),
+        seed=seed_tensor(seed, dropout, q),
     )
-    left, right = _sides(window)
+    left, right = sides(window)
     options = Options(
         causal=causal,
         window_left=left,
@@ -180,9 +179,9 @@ def attention_varlen(
     >>> bool((out[:3] - first[0]).abs().max() < 1e-5)
     True
     """
-    _check_tensors(q=q, k=k, v=v, bias=bias, sink=sink, alibi_slopes=alibi_slopes)
-    _check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table)
-    q, k, v = _autocast(q, k, v)
+    check_tensors(q=q, k=k, v=v, bias=bias, sink=sink, alibi_slopes=alibi_slopes)
+    check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table)
+    q, k, v = autocast(q, k, v)
     tensors = Tensors(
         q=q,
         k=k,
@@ -193,9 +192,9 @@ def attention_varlen(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         block_table=block_table,
-        seed=_seed(seed, dropout, q),
+        seed=seed_tensor(seed, dropout, q),
     )
-    left, right = _sides(window)
+    left, right = sides(window)
     options = Options(
         causal=causal,
         window_left=left,
@@ -281,9 +280,9 @@ def attention_with_kvcache(
     >>> torch.equal(k_cache[:, :1], k), bool((out[0, 0, 0] - v[0, 0, 0]).abs().max() < 1e-6)
     (True, True)
     """
-    _check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sink=sink, alibi_slopes=alibi_slopes)
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sink=sink, alibi_slopes=alibi_slopes)
     if layout == "bhsd":
-        _check_rank(4, q=q, k_cache=k_cache, v_cache=v_cache)
+        check_rank(4, q=q, k_cache=k_cache, v_cache=v_cache)
         q = q.transpose(1, 2)
         k, v = (None if x is None else x.transpose(1, 2) for x in (k, v))
         if block_table is None:
@@ -309,7 +308,7 @@ def attention_with_kvcache(
         sink=sink,
         alibi_slopes=alibi_slopes,
     )
-    left, right = _sides(window)
+    left, right = sides(window)
     options = CacheOptions(
         rotary_interleaved=rotary_interleaved,
         num_splits=num_splits,
@@ -363,7 +362,7 @@ def merge(
     if not outs or len(outs) != len(lses):
         raise fail("merge needs one lse for each out, and at least one", f"{len(outs)} and {len(lses)}", "Pass pairs")
     for out, lse in zip(outs, lses, strict=True):
-        _check_tensors(out=out, lse=lse)
+        check_tensors(out=out, lse=lse)
         if out.ndim not in (3, 4) or out.shape != outs[0].shape or out.dtype != outs[0].dtype:
             got = f"{tuple(out.shape)} {out.dtype} beside {tuple(outs[0].shape)} {outs[0].dtype}"
             raise fail(
@@ -373,7 +372,7 @@ def merge(
         if tuple(lse.shape) != want:
             raise fail(f"the lse of an out {tuple(out.shape)} must be {want}", tuple(lse.shape), "Use return_lse=True")
     if sink is not None:
-        _check_tensors(sink=sink)
+        check_tensors(sink=sink)
         heads = outs[0].shape[1]
         fits = sink.shape == (heads,) or (outs[0].ndim == 4 and sink.shape == (outs[0].shape[0], heads))
         if not fits:
@@ -397,7 +396,7 @@ def softmax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     >>> tilewise.softmax(torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]])).tolist()
     [[0.5, 0.5], [0.0, 0.0]]
     """
-    _check_tensors(x=x)
+    check_tensors(x=x)
     if not x.is_floating_point():
         raise mismatch("softmax needs floating point numbers", x.dtype, "Convert with .float()")
     return torch_ops.softmax(x, dim)
@@ -434,65 +433,6 @@ def explain(function: Callable[..., object], *args: object, **options: object) -
     finally:
         dispatch.explaining.reset(token)
     raise RuntimeError("the call ended before its plan was made")
-
-
-# ---- arguments ------------------------------------------------------------------------------------------------------
-
-
-def _check_tensors(**tensors: object) -> None:
-    for name, x in tensors.items():
-        if x is None or (isinstance(x, torch.Tensor) and not x.is_nested):
-            continue
-        if isinstance(x, torch.Tensor):
-            mend = "Pass x.values() and x.offsets() of its (total, heads, dim) form to attention_varlen"
-            raise mismatch(f"{name} must be an ordinary tensor", "a nested tensor", mend)
-        raise mismatch(f"{name} must be a torch tensor", type(x).__name__, "NumPy arrays go to tilewise.reference")
-
-
-def _check_rank(rank: int, **tensors: torch.Tensor) -> None:
-    for name, x in tensors.items():
-        if x.ndim != rank:
-            raise fail(f"{name} must have {rank} axes", f"{name} {tuple(x.shape)}", "Check the layout")
-
-
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Under torch.autocast, convert to its dtype as torch does for its own attention; float64 stays."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
-
-
-def _sides(window: Window | None) -> Window:
-    if window is None:
-        return None, None
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise fail("window must be (left, right)", window, "Count the keys to each side; None leaves a side open")
-    for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, (int, torch.SymInt))):
-            raise mismatch("window's sides must be ints or None", type(side).__name__, "Count the keys to each side")
-    return window[0], window[1]
-
-
-def _seed(seed: int | torch.Tensor | None, dropout: float, q: torch.Tensor) -> torch.Tensor | None:
-    """Give dropout's seed as a tensor on q's device, so that graph replays and checkpointing see it as data."""
-    if not dropout:
-        return None
-    if seed is None:
-        return torch.randint(0, 2**63 - 1, (1,), device=q.device)
-    if isinstance(seed, torch.Tensor):
-        return seed
-    wrapped = (seed + 2**63) % 2**64 - 2**63  # any 64-bit value, as int64 holds it
-    return torch.full((1,), wrapped, dtype=torch.int64, device=q.device)
-
-
-def _integers(name: str, x: torch.Tensor | Sequence[int] | None, q: torch.Tensor) -> torch.Tensor | None:
-    if x is None or isinstance(x, torch.Tensor):
-        return x
-    if isinstance(x, (list, tuple)) and all(isinstance(value, int) for value in x):
-        return torch.tensor(x, dtype=torch.int32, device=q.device)
-    raise mismatch(f"{name} must be an integer tensor or a list of ints", type(x).__name__, "Give one per sequence")
 
 
 # ---- running --------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class _Scores(NamedTuple, Generic[Array]):
     k: Array  # (batch, heads_kv, 1, len_kv, dim_qk), zero where no query sees the key
     v: Array
     sink: Array | None  # (batch, heads_kv, group, 1, 1)
-    factor: Array | None  # what dropout multiplies p by
+    keep: Array | None  # what dropout leaves
 
 
 def _scores(xp: ModuleType, q: Array, k: Array, v: Array, terms: Terms[Array]) -> _Scores[Array]:
@@ -113,9 +113,9 @@ def _scores(xp: ModuleType, q: Array, k: Array, v: Array, terms: Terms[Array]) -
         distance = abs(q_pos + offset - kv_pos)
         score = score - per_head(terms.alibi_slopes) * distance
     score = xp.where(visible, score, -math.inf)
-    factor = None if terms.keep is None else matrix(terms.keep) / (1 - terms.dropout)
+    keep = None if terms.keep is None else matrix(terms.keep)
     sink = None if terms.sink is None else per_head(terms.sink)
-    return _Scores(score, slope, q, k, v, sink, factor)
+    return _Scores(score, slope, q, k, v, sink, keep)
 
 
 def naive(xp: ModuleType, q: Array, k: Array, v: Array, terms: Terms[Array] | None = None) -> tuple[Array, Array]:
@@ -141,9 +141,10 @@ def naive(xp: ModuleType, q: Array, k: Array, v: Array, terms: Terms[Array] | No
     ([1.0, 2.0], [1.0, 2.0])
     """
     batch, heads_q, len_q, _ = q.shape
-    scores = _scores(xp, q, k, v, Terms() if terms is None else terms)
+    terms = Terms() if terms is None else terms
+    scores = _scores(xp, q, k, v, terms)
     p, _, lse = _softmax(xp, scores)
-    p = p if scores.factor is None else p * scores.factor
+    p = _dropped(xp, p, scores.keep, terms.dropout)
     out = p @ scores.v
     return out.reshape(batch, heads_q, len_q, v.shape[-1]), lse.reshape(batch, heads_q, len_q)
 
@@ -163,6 +164,14 @@ def _softmax(xp: ModuleType, scores: _Scores[Array]) -> tuple[Array, Array, Arra
     p = p / xp.where(empty, 1, row_sum)
     lse = xp.where(empty, -math.inf, row_max + xp.log(xp.where(empty, 1, row_sum)))
     return p[..., :-1], p[..., -1:], lse
+
+
+def _dropped(xp: ModuleType, x: Array, keep: Array | None, dropout: float) -> Array:
+    """Zero what dropout drops and scale up what stays."""
+    if keep is None:
+        return x
+    scaled: Array = xp.where(keep, x / (1 - dropout), 0)
+    return scaled
 
 
 def naive_backward(
@@ -190,10 +199,8 @@ def naive_backward(
     rows = p.shape[:-1]
     d_out = d_out.reshape(*rows, d_out.shape[-1])
 
-    p_dropped = p if scores.factor is None else p * scores.factor
-    dv = xp.swapaxes(p_dropped, -1, -2) @ d_out
-    dp = d_out @ xp.swapaxes(scores.v, -1, -2)
-    dp = dp if scores.factor is None else dp * scores.factor
+    dv = xp.swapaxes(_dropped(xp, p, scores.keep, terms.dropout), -1, -2) @ d_out
+    dp = _dropped(xp, d_out @ xp.swapaxes(scores.v, -1, -2), scores.keep, terms.dropout)
     delta = (p * dp).sum(-1)[..., None]
     delta = delta if d_lse is None else delta - d_lse.reshape(*rows, 1)
     ds = p * (dp - delta)
@@ -249,21 +256,26 @@ def tiles(problem: Problem) -> None:
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute out and lse, the whole score matrix in memory."""
+    """Compute out and lse, the whole score matrix in memory; lse in float32 at least, by a pass of its own."""
     import torch
 
-    from tilewise.backends.outputs import empty_lse, empty_out
+    from tilewise.backends.outputs import empty_lse, empty_out, sum_dtype
 
     out = empty_out(tensors.q, problem.dim_v, problem.layout).zero_()
     lse = empty_lse(tensors.q).fill_(-math.inf)
     for piece in _pieces(problem, tensors):
         part = naive(torch, piece.q, piece.k, piece.v, piece.terms)
+        exact = sum_dtype(out.dtype)
+        if exact != out.dtype:
+            moved = [x.to(exact) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in piece.terms]
+            qkv = (x.to(exact) for x in (piece.q, piece.k, piece.v))
+            part = part[0], naive(torch, *qkv, Terms(*moved))[1]
         if problem.kind == "dense":
             out.copy_(part[0])
             lse.copy_(part[1])
         else:
             out[piece.rows] = part[0][0].transpose(0, 1)
-            lse[:, piece.rows] = part[1][0].to(lse.dtype)
+            lse[:, piece.rows] = part[1][0]
     return out, lse
 
 

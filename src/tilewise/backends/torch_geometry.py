@@ -45,7 +45,8 @@ class Geometry:
     """Positions and ranges of every row. Tensors are (sequences or 1, rows or 1) and broadcast against each other.
 
     ``spans`` is None where sequence bounds lie on the device, which the host never reads: every key is then visited
-    under the mask. ``exact`` says whether the spans give the ranges themselves or only bounds of them.
+    under the mask. ``exact`` says whether the spans give the ranges themselves or only bounds of them. ``tail`` marks
+    rows that belong to no sequence, or is None.
     """
 
     left: int | None
@@ -60,6 +61,7 @@ class Geometry:
     sequence: torch.Tensor
     spans: list[Span] | None
     exact: bool
+    tail: torch.Tensor | None = None
 
     def tiles(self, q_start: int, q_stop: int, block_kv: int) -> Iterator[Tile]:
         """Walk the keys that rows [q_start, q_stop) must visit: masked, bare, masked, in pieces of block_kv."""
@@ -187,6 +189,7 @@ def varlen_geometry(problem: Problem, tensors: Tensors) -> Geometry:
         kv_base=(sequence * pitch if pitch else starts_k[sequence])[None],
         kv_start=torch.zeros((1, 1), dtype=torch.int64, device=device),
         kv_stop=torch.where(found > last, 0, len_kv)[None],
+        tail=(found > last)[None],
         offset=offset[None],
         sequence=sequence[None],
         spans=spans,

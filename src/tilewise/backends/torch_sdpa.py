@@ -41,6 +41,8 @@ def why_not(problem: Problem) -> str | None:
         return "its causal mask is aligned top-left"
     if causal and problem.len_q < problem.len_kv:
         return "NaN in keys that no query sees would spread"
+    if problem.return_lse and problem.itemsize == 2:
+        return f"its lse has only some of float32's digits in {problem.dtype}"
     strided = [tensor for tensor in ("q", "k", "v") if specs[tensor].strides[-1] != 1]
     if strided:
         return f"needs a last stride of 1 for {', '.join(strided)}"

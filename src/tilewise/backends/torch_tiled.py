@@ -325,7 +325,9 @@ class Engine:
         sink = self.tensors.sink
         if sink is None:
             return None
-        return (self.per_head(sink, start, stop) * LOG2E).expand(*self.q.shape[:3], stop - start)
+        rows = (self.per_head(sink, start, stop) * LOG2E).expand(*self.q.shape[:3], stop - start)
+        tail = self.geometry.tail
+        return rows if tail is None else rows.masked_fill(tail[:, start:stop], -math.inf)
 
     def dropout(self, x: torch.Tensor, tile: Tile) -> torch.Tensor:
         """Zero what is dropped and scale up what stays."""
@@ -333,7 +335,7 @@ class Engine:
         if not rate or seed is None:
             return x
         heads = torch.arange(self.problem.heads_q, device=x.device).view(*self.q.shape[1:3], 1, 1)
-        return x * (self.geometry.kept(tile, seed, rate, heads) / (1 - rate))
+        return torch.where(self.geometry.kept(tile, seed, rate, heads), x / (1 - rate), 0)
 
     def saved_rows(
         self,

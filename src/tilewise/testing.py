@@ -1,0 +1,353 @@
+"""Named cases, the oracle and the error budget: shared by the tests, the benchmark and the tuner.
+
+The judge is `tilewise.backends.naive` in float64, on inputs that were drawn in the dtype under test. How far a result may be
+from it is not a constant but a measurement: what the same formula loses when it runs in that dtype (`yardstick`).
+For each of out, lse, dq, dk, dv, dbias and dsink,
+
+    max|err|  <= 2 * max|err of the yardstick| + 2 * eps * max|ref|
+    mean|err| <= 1.5 * mean|err of the yardstick| + eps * mean|ref|
+
+and infinities and NaN must stand where the oracle has them. Two terms widen the eps: the gradients come from a stored lse,
+whose own rounding moves every probability by ``eps(lse) * max|lse|``; and float64 has no better oracle than itself,
+so the order of summation adds ``sqrt(len_kv) * eps``. docs/adr/0002 gives the reasons for the constants.
+
+>>> case = CASES["causal"]
+>>> call = case.build("cpu", "float32")
+>>> report = check(run(call, "torch_tiled"), call)
+>>> sorted(report)
+['dk', 'dq', 'dv', 'lse', 'out']
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from tilewise import autograd, dispatch
+from tilewise.problem.problem import Needs, Options, Problem, Tensors
+
+
+class Results(NamedTuple):
+    """What one call gives, forward and backward; None for what it has not."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dq: torch.Tensor | None = None
+    dk: torch.Tensor | None = None
+    dv: torch.Tensor | None = None
+    dbias: torch.Tensor | None = None
+    dsink: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call with its data: tensors, options, and the gradients that arrive for out and lse."""
+
+    tensors: Tensors
+    options: Options
+    d_out: torch.Tensor
+    d_lse: torch.Tensor
+
+    @property
+    def problem(self) -> Problem:
+        """The call's description."""
+        return autograd.problem_for(self.tensors, self.options)
+
+    def to(self, dtype: torch.dtype) -> Call:
+        """Convert all floating point data."""
+        moved = [x.to(dtype) if x is not None and x.is_floating_point() else x for x in self.tensors]
+        return replace(self, tensors=Tensors(*moved), d_out=self.d_out.to(dtype), d_lse=self.d_lse.to(dtype))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named problem. Lengths of a varlen case are per sequence; ``tail`` tokens belong to none.
+
+    ``bias`` and ``mask`` give the shape of a dense tensor by letters: "bhqk" is full, a "1" broadcasts that axis.
+    ``ranges`` gives (kv_start, kv_stop) per sequence. ``strided`` hands tensors in as views inside wider storage.
+    """
+
+    name: str
+    batch: int = 2
+    heads_q: int = 2
+    heads_kv: int = 2
+    len_q: int = 37
+    len_kv: int = 37
+    dim_qk: int = 16
+    dim_v: int = 16
+    lengths_q: tuple[int, ...] = ()
+    lengths_kv: tuple[int, ...] = ()
+    tail: int = 0
+    bias: str = ""
+    mask: str = ""
+    ranges: tuple[tuple[int, int], ...] = ()
+    alibi: str = ""
+    sink: str = ""
+    strided: bool = False
+    options: Options = field(default_factory=Options)
+
+    @property
+    def varlen(self) -> bool:
+        """True for packed sequences."""
+        return bool(self.lengths_q)
+
+    def build(self, device: str, dtype: str, seed: int = 0) -> Call:
+        """Draw the data from normal distributions, in the dtype itself. Tensors lie inside NaN margins."""
+        draw = _Draw(device, getattr(torch, dtype), seed, self.strided)
+        total_q, total_kv = sum(self.lengths_q) + self.tail, sum(self.lengths_kv or self.lengths_q) + self.tail
+        cu_q = cu_k = kv_start = kv_stop = mask = None
+        if self.varlen:
+            shape_q, shape_k = (total_q, self.heads_q), (total_kv, self.heads_kv)
+            cu_q, cu_k = _cumulative(self.lengths_q, device), _cumulative(self.lengths_kv or self.lengths_q, device)
+            axes = {"h": self.heads_q, "q": total_q, "k": max(self.lengths_kv or self.lengths_q, default=0)}
+            batch, out_shape, lse_shape = len(self.lengths_q), (*shape_q, self.dim_v), (self.heads_q, total_q)
+        else:
+            shape_q, shape_k = (self.batch, self.heads_q, self.len_q), (self.batch, self.heads_kv, self.len_kv)
+            axes = {"b": self.batch, "h": self.heads_q, "q": self.len_q, "k": self.len_kv}
+            batch, out_shape, lse_shape = self.batch, (*shape_q, self.dim_v), shape_q
+        axes["1"] = 1
+        if self.mask:
+            mask = draw.normal([axes[letter] for letter in self.mask]) > -0.5
+        if self.ranges:
+            kv_start, kv_stop = (torch.tensor(side, device=device) for side in zip(*self.ranges, strict=True))
+        heads = {"h": (self.heads_q,), "bh": (batch, self.heads_q)}
+        tensors = Tensors(
+            q=draw.normal((*shape_q, self.dim_qk)),
+            k=draw.normal((*shape_k, self.dim_qk)),
+            v=draw.normal((*shape_k, self.dim_v)),
+            bias=draw.normal([axes[letter] for letter in self.bias]) if self.bias else None,
+            mask=mask,
+            sink=draw.normal(heads[self.sink]) if self.sink else None,
+            alibi_slopes=draw.normal(heads[self.alibi]).abs() * 0.25 if self.alibi else None,
+            kv_start=kv_start,
+            kv_stop=kv_stop,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            seed=torch.tensor([1234567890123 + seed], device=device) if self.options.dropout else None,
+        )
+        d_lse = draw.normal(lse_shape)
+        return Call(
+            tensors, self.options, draw.normal(out_shape), d_lse.double() if dtype == "float64" else d_lse.float()
+        )
+
+
+@dataclass
+class _Draw:
+    device: str
+    dtype: torch.dtype
+    seed: int
+    strided: bool
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def normal(self, shape: tuple[int, ...] | list[int]) -> torch.Tensor:
+        """Draw a tensor; when strided, as a view of every axis of a larger NaN-filled tensor."""
+        data = torch.randn(shape, generator=self.generator).to(self.dtype).to(self.device)
+        if not self.strided:
+            return data
+        wide = torch.full([size + 3 for size in shape], math.nan, dtype=self.dtype, device=self.device)
+        view = wide[tuple(slice(1, size + 1) for size in shape)]
+        return view.copy_(data)
+
+
+def _cumulative(lengths: tuple[int, ...], device: str) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+
+
+def _options(**changes: object) -> Options:
+    return Options()._replace(return_lse=True, **changes)
+
+
+_VARLEN = (5, 0, 41, 1, 17)
+_VARLEN_KV = (9, 4, 41, 0, 3)
+
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        Case("plain", options=_options()),
+        Case("causal", options=_options(causal=True)),
+        Case("causal, more keys than queries", len_q=20, options=_options(causal=True)),
+        Case("causal, more queries than keys: empty rows", len_kv=20, options=_options(causal=True)),
+        Case("causal top-left, more keys", len_q=20, options=_options(causal=True, align="top_left")),
+        Case("causal top-left, more queries", len_kv=20, options=_options(causal=True, align="top_left")),
+        Case("window", options=_options(window_left=7, window_right=3)),
+        Case("window left alone", options=_options(window_left=5)),
+        Case("window of the diagonal alone", options=_options(window_left=0, window_right=0)),
+        Case("window wider than the keys", options=_options(window_left=100, window_right=100)),
+        Case("causal window", options=_options(causal=True, window_left=9, window_right=4)),
+        Case("one key head for all", heads_q=6, heads_kv=1, options=_options(causal=True)),
+        Case("three query heads a key head", heads_q=6, heads_kv=2, options=_options(causal=True)),
+        Case("softcap", options=_options(softcap=1.5)),
+        Case("negative scale", options=_options(scale=-0.3)),
+        Case("ALiBi", alibi="h", options=_options(causal=True)),
+        Case("ALiBi per batch, both directions", alibi="bh", options=_options()),
+        Case("bias", bias="bhqk", options=_options()),
+        Case("bias over heads and queries", bias="b11k", options=_options()),
+        Case("bias over the batch and keys", bias="1hq1", options=_options()),
+        Case("bias of two axes", bias="qk", options=_options(causal=True)),
+        Case("mask", mask="bhqk", options=_options()),
+        Case("mask over heads", mask="b1qk", options=_options(causal=True)),
+        Case("padding mask", mask="b11k", options=_options()),
+        Case("sink", sink="h", options=_options()),
+        Case("sink per batch", sink="bh", options=_options(causal=True)),
+        Case("left padding", ranges=((5, 37), (0, 37)), options=_options(causal=True)),
+        Case("right padding", ranges=((0, 20), (0, 37)), options=_options()),
+        Case("padding on both sides", ranges=((3, 30), (11, 12)), options=_options()),
+        Case("a sequence of padding alone", ranges=((0, 37), (9, 9)), options=_options(causal=True)),
+        Case("other head dim for v", dim_qk=24, dim_v=8, options=_options(causal=True)),
+        Case("odd head dims", dim_qk=7, dim_v=13, options=_options()),
+        Case("head dim 1", dim_qk=1, dim_v=1, options=_options()),
+        Case("one query", len_q=1, options=_options(causal=True)),
+        Case("one key", len_kv=1, options=_options()),
+        Case(
+            "longer than a tile", batch=1, heads_q=1, heads_kv=1, len_q=600, len_kv=1100, options=_options(causal=True)
+        ),
+        Case("dropout", options=_options(dropout=0.3)),
+        Case("dropout, causal, grouped heads", heads_q=4, options=_options(dropout=0.1, causal=True)),
+        Case("strided views", strided=True, heads_q=4, bias="bhqk", sink="h", options=_options(causal=True)),
+        Case("layout bshd", options=_options(causal=True, layout="bshd")),
+        Case(
+            "many at once",
+            heads_q=4,
+            len_q=29,
+            bias="1hqk",
+            mask="b1qk",
+            sink="h",
+            alibi="h",
+            ranges=((2, 33), (0, 30)),
+            options=_options(causal=True, window_left=20, softcap=3.0, dropout=0.2),
+        ),
+        Case("packed", lengths_q=_VARLEN, options=_options()),
+        Case("packed causal with a tail", lengths_q=_VARLEN, tail=3, heads_q=4, options=_options(causal=True)),
+        Case("packed, other keys", lengths_q=_VARLEN, lengths_kv=_VARLEN_KV, options=_options(causal=True)),
+        Case("packed, window", lengths_q=_VARLEN, options=_options(window_left=4, window_right=2)),
+        Case("packed, bias and sink", lengths_q=_VARLEN, bias="hqk", sink="bh", tail=2, options=_options()),
+        Case(
+            "packed, many at once",
+            lengths_q=_VARLEN,
+            lengths_kv=_VARLEN_KV,
+            heads_q=4,
+            bias="1qk",
+            sink="h",
+            alibi="bh",
+            options=_options(causal=True, softcap=2.0, dropout=0.2, align="top_left"),
+        ),
+    )
+}
+
+
+# ---- running --------------------------------------------------------------------------------------------------------
+
+
+def run(call: Call, backend: str, *, gradients: bool = True) -> Results:
+    """Run a call on one backend, forward and backward, below autograd.
+
+    Raises:
+        ValueError: the backend cannot serve the call, with its reason.
+    """
+    problem, tensors = call.problem, call.tensors
+    out, lse = dispatch.forward(problem, tensors, backend)
+    if not gradients:
+        return Results(out, lse)
+    needs = Needs(dbias=tensors.bias is not None, dsink=tensors.sink is not None)
+    grads = dispatch.backward(problem, tensors, out, lse, call.d_out, call.d_lse, needs, backend)
+    return Results(out, lse, *grads)
+
+
+def oracle(call: Call, *, gradients: bool = True) -> Results:
+    """Compute what is right: the untiled formula in float64."""
+    return run(call.to(torch.float64), "naive", gradients=gradients)
+
+
+def yardstick(call: Call, *, gradients: bool = True) -> Results:
+    """Compute what the untiled formula loses in the call's own dtype (lse: in float32 at least).
+
+    Raises:
+        ArithmeticError: a value is NaN where the oracle's is not: the case's data are too large for the dtype.
+    """
+    return run(call, "naive", gradients=gradients)
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far one tensor is from the oracle, beside what it may be."""
+
+    max: float
+    mean: float
+    max_budget: float
+    mean_budget: float
+
+    @property
+    def within(self) -> bool:
+        """True where the budget holds."""
+        return self.max <= self.max_budget and self.mean <= self.mean_budget
+
+
+def error(got: torch.Tensor, ref: torch.Tensor, low: torch.Tensor, eps: float, terms: float = 0.0) -> Error:
+    """Measure one tensor against the oracle; ``terms`` widens the bounds by that many eps of ref.
+
+    A tensor whose infinities or NaN stand elsewhere than the oracle's has an infinite error.
+
+    Raises:
+        ArithmeticError: the yardstick itself is not finite where the oracle is.
+    """
+    if got.shape != ref.shape:
+        raise ValueError(f"shapes differ: got {tuple(got.shape)}, the oracle has {tuple(ref.shape)}")
+    ref, got, low = ref.double(), got.double(), low.double()
+    finite = torch.isfinite(ref)
+    if not bool(torch.isfinite(low[finite]).all()):
+        raise ArithmeticError("the yardstick is not finite where the oracle is: draw smaller data for this dtype")
+    if not torch.equal(torch.where(finite, 0, got).nan_to_num(), torch.where(finite, 0, ref).nan_to_num()):
+        return Error(math.inf, math.inf, 0.0, 0.0)  # nan_to_num keeps infinities apart by sign
+    if not torch.equal(torch.isnan(got), torch.isnan(ref)) or not torch.equal(torch.isfinite(got), finite):
+        return Error(math.inf, math.inf, 0.0, 0.0)
+    if not bool(finite.any()):
+        return Error(0.0, 0.0, 0.0, 0.0)
+    err, err_low, size = (got - ref)[finite].abs(), (low - ref)[finite].abs(), ref[finite].abs()
+    return Error(
+        max=err.max().item(),
+        mean=err.mean().item(),
+        max_budget=2 * err_low.max().item() + (2 + terms) * eps * size.max().item(),
+        mean_budget=1.5 * err_low.mean().item() + (1 + terms) * eps * size.mean().item(),
+    )
+
+
+def errors(got: Results, ref: Results, low: Results, len_kv: int) -> Iterator[tuple[str, Error]]:
+    """Measure every tensor of a result that the oracle has too."""
+    finite = ref.lse[torch.isfinite(ref.lse)]
+    stored = finite.abs().max().item() * torch.finfo(got.lse.dtype).eps if finite.numel() else 0.0
+    for name, tensor, right, yard in zip(Results._fields, got, ref, low, strict=True):
+        if (tensor is None) != (right is None):
+            raise ValueError(f"{name}: {'missing' if tensor is None else 'unexpected'} in the result")
+        if tensor is None or right is None or yard is None:
+            continue
+        eps = torch.finfo(tensor.dtype).eps
+        terms = math.sqrt(max(len_kv, 1)) if tensor.dtype == torch.float64 else 0.0
+        terms += 0.0 if name in ("out", "lse") else stored / eps
+        yield name, error(tensor, right, yard, eps, terms)
+
+
+def measure(got: Results, call: Call) -> dict[str, Error]:
+    """Measure a result against the oracle and the yardstick of its call; lse only where the call asks for it."""
+    gradients = got.dq is not None
+    ref, low = oracle(call, gradients=gradients), yardstick(call, gradients=gradients)
+    found = dict(errors(got, ref, low, call.problem.len_kv))
+    return found if call.options.return_lse else {name: error for name, error in found.items() if name != "lse"}
+
+
+def check(got: Results, call: Call) -> dict[str, Error]:
+    """Hold a result to the budget and give the measurements.
+
+    Raises:
+        AssertionError: a tensor exceeds it.
+    """
+    report = measure(got, call)
+    for name, found in report.items():
+        if not found.within:
+            raise AssertionError(f"{name} exceeds the error budget: {found}")
+    return report
