@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise import autograd, dispatch
-from tilewise.arguments import autocast, check_rank, check_tensors, integers_tensor, seed_tensor, sides
+from tilewise.arguments import (
+    Window,
+    autocast,
+    check_rank,
+    check_tensors,
+    integers_tensor,
+    refuse_jvp,
+    seed_tensor,
+    sides,
+)
 from tilewise.backends import torch_ops
 from tilewise.dispatch import use_backend
 from tilewise.problem.cache import CacheOptions, CacheTensors
@@ -289,8 +298,12 @@ def attention_with_kvcache(
             k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     elif layout != "bshd":
         raise fail('layout must be "bhsd" or "bshd"', repr(layout), "Name the order of q's axes")
-    length = None if isinstance(cache_seqlens, torch.Tensor) else cache_seqlens
-    lengths = cache_seqlens if length is None else torch.full(q.shape[:1], length, dtype=torch.int32, device=q.device)
+    length, lengths = None, None
+    if isinstance(cache_seqlens, torch.Tensor):
+        lengths = cache_seqlens
+    elif cache_seqlens is not None:
+        length = cache_seqlens
+        lengths = torch.full(q.shape[:1], length, dtype=torch.int32, device=q.device)
     tensors = CacheTensors(
         q=q,
         k_cache=k_cache,
@@ -346,7 +359,7 @@ def merge(
         sink: (heads,) or (batch, heads), added once; the parts must have been made without it.
 
     Returns:
-        out and lse in the parts' shapes. A part with lse -inf adds nothing; where all parts are so, out is 0 and lse -inf.
+        out and lse in the parts' shapes. A part with lse -inf adds nothing; where all are so, out is 0 and lse -inf.
 
     Raises:
         ValueError: no part, or shapes that do not go together.
@@ -420,7 +433,7 @@ def explain(function: Callable[..., object], *args: object, **options: object) -
     >>> plan.backend, plan.refusals["torch_sdpa"]
     ('torch_tiled', 'has no window')
     """
-    if function not in (attention, attention_varlen, attention_with_kvcache):
+    if all(function is not known for known in (attention, attention_varlen, attention_with_kvcache)):
         got = getattr(function, "__name__", function)
         raise fail(
             "explain takes attention, attention_varlen or attention_with_kvcache", got, "Pass the function itself"
@@ -443,6 +456,7 @@ def _run(tensors: Tensors, options: Options) -> tuple[torch.Tensor, torch.Tensor
         options = options._replace(backend=options.backend or dispatch.requested())
         if dispatch.explaining.get():
             raise dispatch.Explained(dispatch.plan(autograd.problem_for(tensors, options), options.backend))
+        refuse_jvp(tensors)
         if _is_plain(tensors):
             return autograd.run(tensors, options)
     result: tuple[torch.Tensor, torch.Tensor] = torch.ops.tilewise.attention(*tensors, *options)
@@ -456,6 +470,7 @@ def _run_cache(tensors: CacheTensors, options: CacheOptions, length: int | None)
             autograd.check_length(tensors, options, length)
         if dispatch.explaining.get():
             raise dispatch.Explained(dispatch.plan(autograd.problem_for(tensors, options), options.backend))
+        refuse_jvp(tensors)
         if _is_plain(tensors):
             return autograd.run_cache(tensors, options)
     result: tuple[torch.Tensor, torch.Tensor] = torch.ops.tilewise.attention_with_kvcache(*tensors, *options)
@@ -464,10 +479,16 @@ def _run_cache(tensors: CacheTensors, options: CacheOptions, length: int | None)
 
 def _is_plain(tensors: Tensors | CacheTensors) -> bool:
     """Say whether the call can skip the operator: ordinary tensors, no gradient, no transform and no tracing mode."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if _is_traced():
         return False
     grad = torch.is_grad_enabled()
     for x in tensors:
         if x is not None and (type(x) not in (torch.Tensor, torch.nn.Parameter) or (grad and x.requires_grad)):
             return False
     return True
+
+
+def _is_traced() -> bool:
+    """Say whether a dispatch mode or a function transform is watching. torch has no public question for either."""
+    watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+    return bool(watched)

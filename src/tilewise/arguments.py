@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch.autograd import forward_ad
 
 from tilewise.problem.problem import fail, mismatch
 
@@ -29,6 +30,22 @@ def check_rank(rank: int, **tensors: torch.Tensor) -> None:
             raise fail(f"{name} must have {rank} axes", f"{name} {tuple(x.shape)}", "Check the layout")
 
 
+def refuse_jvp(tensors: Iterable[torch.Tensor | None]) -> None:
+    """Refuse forward-mode differentiation, which an operator without a rule for it would answer with zeros.
+
+    Raises:
+        NotImplementedError: a tensor carries a tangent.
+    """
+    if forward_ad._current_level < 0:  # noqa: SLF001  # no public question; the loop would cost host time in every call
+        return
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                "attention has no forward-mode derivative (jvp); got a tensor with a tangent. Use torch.func.vjp or "
+                "torch.autograd.grad, twice for a Hessian-vector product"
+            )
+
+
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Under torch.autocast, convert to its dtype as torch does for its own attention; float64 stays."""
     device = tensors[0].device.type
@@ -42,7 +59,7 @@ def sides(window: Window | None) -> Window:
     """Take the window apart: (left, right), None for an open side."""
     if window is None:
         return None, None
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
+    if len(window) != 2:
         raise fail("window must be (left, right)", window, "Count the keys to each side; None leaves a side open")
     for side in window:
         if side is not None and (isinstance(side, bool) or not isinstance(side, (int, torch.SymInt))):

@@ -1,8 +1,8 @@
 """The operators: schema, shapes for tracing, first and second derivative, vmap.
 
 ``tilewise::attention`` and ``tilewise::attention_backward`` serve dense and varlen calls alike,
-``tilewise::attention_with_kvcache`` decodes. Their bodies describe the problem, check it and dispatch. They are defined with
-torch.library.Library, since the custom_op decorator costs far more host time a call.
+``tilewise::attention_with_kvcache`` decodes. Their bodies describe the problem, check it and dispatch. They are
+defined with torch.library.Library, since the custom_op decorator costs far more host time a call.
 
 Importing this file registers them.
 """
@@ -163,7 +163,7 @@ def _backward_setup(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[
     ctx.options, ctx.needs = options, needs  # type: ignore[attr-defined]
 
 
-@once_differentiable  # type: ignore[untyped-decorator]  # a third derivative raises instead of being silently wrong
+@once_differentiable  # a third derivative raises instead of being silently wrong
 def _backward_backward(ctx: FunctionCtx, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     saved = ctx.saved_tensors  # type: ignore[attr-defined]
     tensors, (out, lse, d_out, d_lse) = Tensors(*saved[:N_TENSORS]), saved[N_TENSORS:]

@@ -79,8 +79,8 @@ def load(name: str) -> Backend:
 def use_backend(name: str) -> Iterator[None]:
     """Choose the backend for every call inside, also those made by somebody's model.
 
-    A call's own ``backend=`` goes before it, the environment variable TILEWISE_BACKEND comes after it. The named backend
-    never falls back: a call that it cannot serve raises with its reason.
+    A call's own ``backend=`` goes before it, the environment variable TILEWISE_BACKEND comes after it. The named
+    backend never falls back: a call that it cannot serve raises with its reason.
 
     Raises:
         ValueError: there is no such backend.

@@ -1,15 +1,15 @@
 """Named cases, the oracle and the error budget: shared by the tests, the benchmark and the tuner.
 
-The judge is `tilewise.backends.naive` in float64, on inputs that were drawn in the dtype under test. How far a result may be
-from it is not a constant but a measurement: what the same formula loses when it runs in that dtype (`yardstick`).
+The judge is `tilewise.backends.naive` in float64, on inputs that were drawn in the dtype under test. How far a
+result may be from it is not a constant but a measurement: what the same formula loses in that dtype (`yardstick`).
 For each of out, lse, dq, dk, dv, dbias and dsink,
 
     max|err|  <= 2 * max|err of the yardstick| + 2 * eps * max|ref|
     mean|err| <= 1.5 * mean|err of the yardstick| + eps * mean|ref|
 
-and infinities and NaN must stand where the oracle has them. Two terms widen the eps: the gradients come from a stored lse,
-whose own rounding moves every probability by ``eps(lse) * max|lse|``; and float64 has no better oracle than itself,
-so the order of summation adds ``sqrt(len_kv) * eps``. docs/adr/0002 gives the reasons for the constants.
+and infinities and NaN must stand where the oracle has them. Two terms widen the eps: the gradients come from a
+stored lse, whose own rounding moves every probability by ``eps(lse) * max|lse|``; and float64 has no better oracle
+than itself, so the order of summation adds ``sqrt(len_kv) * eps``. docs/adr/0002 gives the reasons for the constants.
 
 >>> case = CASES["causal"]
 >>> call = case.build("cpu", "float32")
@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -60,7 +61,8 @@ class Call:
     def to(self, dtype: torch.dtype) -> Call:
         """Convert all floating point data."""
         moved = [x.to(dtype) if x is not None and x.is_floating_point() else x for x in self.tensors]
-        return replace(self, tensors=Tensors(*moved), d_out=self.d_out.to(dtype), d_lse=self.d_lse.to(dtype))
+        tensors = Tensors(*moved)  # type: ignore[arg-type]  # q, k and v are not None
+        return replace(self, tensors=tensors, d_out=self.d_out.to(dtype), d_lse=self.d_lse.to(dtype))
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,10 @@ class Case:
         draw = _Draw(device, getattr(torch, dtype), seed, self.strided)
         total_q, total_kv = sum(self.lengths_q) + self.tail, sum(self.lengths_kv or self.lengths_q) + self.tail
         cu_q = cu_k = kv_start = kv_stop = mask = None
+        shape_q: tuple[int, ...]
+        shape_k: tuple[int, ...]
+        lse_shape: tuple[int, ...]
+        out_shape: tuple[int, ...]
         if self.varlen:
             shape_q, shape_k = (total_q, self.heads_q), (total_kv, self.heads_kv)
             cu_q, cu_k = _cumulative(self.lengths_q, device), _cumulative(self.lengths_kv or self.lengths_q, device)
@@ -159,9 +165,7 @@ def _cumulative(lengths: tuple[int, ...], device: str) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int().to(device)
 
 
-def _options(**changes: object) -> Options:
-    return Options()._replace(return_lse=True, **changes)
-
+_options = partial(Options, return_lse=True)
 
 _VARLEN = (5, 0, 41, 1, 17)
 _VARLEN_KV = (9, 4, 41, 0, 3)

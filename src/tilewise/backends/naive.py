@@ -151,11 +151,11 @@ def naive(xp: ModuleType, q: Array, k: Array, v: Array, terms: Terms[Array] | No
 
 def _softmax(xp: ModuleType, scores: _Scores[Array]) -> tuple[Array, Array, Array]:
     """Give p (..., len_kv), the sink's share of each row (..., 1) and lse (..., 1)."""
-    score = scores.score
+    hidden: Array = scores.score
     # The sink stands as one more column. Without one, a column of -inf keeps the maximum of an empty row defined.
-    column = xp.full((*score.shape[:-1], 1), -math.inf, dtype=score.dtype, device=score.device)
+    column = xp.full((*hidden.shape[:-1], 1), -math.inf, dtype=hidden.dtype, device=hidden.device)
     column = column if scores.sink is None else xp.broadcast_to(scores.sink, column.shape)
-    score = xp.concatenate([score, column], -1)
+    score = xp.concatenate([hidden, column], -1)
     row_max = xp.amax(score, -1)[..., None]
     row_max = xp.where(row_max == -math.inf, 0, row_max)
     p = xp.exp(score - row_max)
@@ -267,9 +267,10 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Ten
         part = naive(torch, piece.q, piece.k, piece.v, piece.terms)
         exact = sum_dtype(out.dtype)
         if exact != out.dtype:
+            q, k, v = (x.to(exact) for x in (piece.q, piece.k, piece.v))
             moved = [x.to(exact) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in piece.terms]
-            qkv = (x.to(exact) for x in (piece.q, piece.k, piece.v))
-            part = part[0], naive(torch, *qkv, Terms(*moved))[1]
+            terms: Terms[torch.Tensor] = Terms(*moved)  # type: ignore[arg-type]  # in the order of its fields
+            part = part[0], naive(torch, q, k, v, terms)[1]
         if problem.kind == "dense":
             out.copy_(part[0])
             lse.copy_(part[1])

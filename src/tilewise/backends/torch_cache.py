@@ -1,6 +1,6 @@
 """A cache of keys and values on torch: reading tiles from it, appending to it, rotary embedding.
 
-Nothing here reads a device tensor on the host. Out-of-range indices are clamped, and tokens that do not fit are dropped.
+Nothing here reads a device tensor on the host. Out-of-range indices are clamped; tokens that do not fit are dropped.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tilewise.problem.problem import Problem
 class Store:
     """Where the engine reads keys or values from, a tile of tokens at a time.
 
-    Without a table, ``data`` is (batch, heads_kv, len, dim). With one, ``data`` is (pages, page_size, heads_kv, dim) and
-    row b's token t lies in page ``table[b, t // page_size]``. ``scale`` (heads_kv,) multiplies what is stored.
+    Without a table, ``data`` is (batch, heads_kv, len, dim). With one, ``data`` is (pages, page_size, heads_kv, dim)
+    and row b's token t lies in page ``table[b, t // page_size]``. ``scale`` (heads_kv,) multiplies what is stored.
     """
 
     data: torch.Tensor
@@ -38,7 +38,7 @@ class Store:
 
 
 def place(table: torch.Tensor, token: torch.Tensor, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find page and slot of each token: table (batch, max_pages), token (batch or 1, tokens) -> both (batch, tokens)."""
+    """Find page and slot of each token: table (batch, max_pages), token (batch or 1, tokens), both (batch, tokens)."""
     pages, page_size = data.shape[:2]
     column = (token // page_size).expand(table.shape[0], -1)
     page = table.long().gather(1, column).clamp(0, pages - 1)

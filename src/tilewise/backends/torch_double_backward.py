@@ -2,9 +2,9 @@
 
 The backward pass, seen as a function of (q, k, v, bias, sink, out, lse, d_out, d_lse), is a sum over tiles with nothing
 that couples them: what a row's normalisation owes is in lse and delta already. So each tile's share is
-differentiated by itself, with torch's autograd over `torch_tiled.tile_gradients`, and added up. Memory stays linear in the
-length. How out and lse depend on q, k and v is not looked at here: the gradients given for them flow back through the
-first derivative, as autograd chains it.
+differentiated by itself, with torch's autograd over `torch_tiled.tile_gradients`, and added up. Memory stays linear in
+the length. How out and lse depend on q, k and v is not looked at here: the gradients given for them flow back through
+the first derivative, as autograd chains it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Where rows and keys stand: one picture of dense, varlen and cache calls for the torch engine.
 
-The engine sees every call as q (batch, heads_kv, group, rows, dim_qk) against k (batch, heads_kv, keys, dim_qk). A varlen
-call is one batch of all tokens. What tells sequences apart is a handful of small per-row tensors: the row's position in
-its own sequence, the key index at which that sequence's keys begin, and its range of visible keys. Memory is linear in
-the length, and `tilewise.problem.blocks` stays the only place that knows what is visible.
+The engine sees every call as q (batch, heads_kv, group, rows, dim_qk) against k (batch, heads_kv, keys, dim_qk). A
+varlen call is one batch of all tokens. What tells sequences apart is a handful of small per-row tensors: the row's
+position in its own sequence, the key index at which that sequence's keys begin, and its range of visible keys. Memory
+is linear in the length, and `tilewise.problem.blocks` stays the only place that knows what is visible.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Geometry:
                 yield Tile(q_start, q_stop, kv_start, min(kv_start + block_kv, stop), masked)
 
     def _ranges(self, q_start: int, q_stop: int) -> tuple[int, int, int, int]:
-        """Join the key ranges of all sequences that have a row here; a key is bare only where it is for each of them."""
+        """Join the key ranges of all sequences that have a row here; a key is bare where it is for each of them."""
         if self.spans is None:
             return 0, self.keys, self.keys, self.keys
         visit_start, visit_stop, full_start, full_stop, covered = self.keys, 0, 0, self.keys, True

@@ -1,8 +1,8 @@
 """PyTorch's own fused kernel, where it computes exactly what is asked and hands out its lse.
 
-On a CPU that is ``aten::_scaled_dot_product_flash_attention_for_cpu``, compiled code with the same tiled algorithm. It knows
-neither windows nor biases with linear memory, and two of its edges are sharp: a last stride other than 1 gives wrong
-numbers and an empty input crashes the process. Both are kept away from it here.
+On a CPU that is ``aten::_scaled_dot_product_flash_attention_for_cpu``, compiled code with the same tiled algorithm. It
+knows neither windows nor biases with linear memory, and two of its edges are sharp: a last stride other than 1 gives
+wrong numbers and an empty input crashes the process. Both are kept away from it here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from tilewise.backends.outputs import empty_lse, empty_out
 from tilewise.problem.problem import Grads, Needs, Problem, Tensors
 
 name = "torch_sdpa"
+
+_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001  # no public name returns lse
+_KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
 
 def why_not(problem: Problem) -> str | None:
@@ -55,9 +58,7 @@ def tiles(problem: Problem) -> None:
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out and lse."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        tensors.q, tensors.k, tensors.v, 0.0, problem.mask.band.right == 0, scale=problem.score.scale
-    )
+    out, lse = _KERNEL(tensors.q, tensors.k, tensors.v, 0.0, problem.mask.band.right == 0, scale=problem.score.scale)
     return _laid(empty_out(tensors.q, problem.dim_v, problem.layout), out), _laid(empty_lse(tensors.q), lse)
 
 
@@ -82,9 +83,7 @@ def backward(
         out = torch.cat((out, -d_lse[..., None].to(out.dtype)), -1)
         d_out = torch.cat((d_out, torch.ones_like(d_out[..., :1])), -1)
     d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        d_out, q, k, v, out, lse, 0.0, problem.mask.band.right == 0, scale=problem.score.scale
-    )
+    grads = _KERNEL_BACKWARD(d_out, q, k, v, out, lse, 0.0, problem.mask.band.right == 0, scale=problem.score.scale)
     dq, dk, dv = (
         _laid(torch.empty_like(x), grad[..., : x.shape[-1]])
         for x, grad in zip((tensors.q, tensors.k, tensors.v), grads, strict=True)

@@ -165,7 +165,7 @@ def tile_gradients(
     rows: Rows,
     needs: Needs,
 ) -> Grads:
-    """Give one tile's share of each gradient. A pure function of its tensors: the second derivative runs through it."""
+    """Give one tile's share of each gradient: a pure function of its tensors, differentiated for the second time."""
     score, slope = engine.score(engine.scaled(q), k, bias, tile, engine.visible(tile))
     p = torch.exp2(score - rows.lse[..., None])
     dp = product(rows.d_out, v.mT)
@@ -187,8 +187,9 @@ def sink_gradient(sink: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Multiply (batch, heads_kv, group, rows, n) by (batch, heads_kv, n, m), the group's rows in one product."""
-    return (left.flatten(2, 3) @ right).unflatten(2, left.shape[2:4])
+    """Multiply (batch, heads_kv, group, rows, n) by (batch, heads_kv, n, m), a group's rows in one product."""
+    joined = left.flatten(2, 3) @ right
+    return torch.unflatten(joined, 2, left.shape[2:4])
 
 
 def product_over_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -359,7 +360,7 @@ class Engine:
 def _split_heads(x: torch.Tensor, problem: Problem) -> torch.Tensor:
     """View (batch, heads_q or 1, ...) as (batch, heads_kv or 1, group or 1, ...)."""
     if x.shape[1] == problem.heads_q and problem.heads_q:
-        return x.unflatten(1, (problem.heads_kv, problem.group))
+        return torch.unflatten(x, 1, (problem.heads_kv, problem.group))
     return x.unsqueeze(2)
 
 

@@ -260,8 +260,10 @@ def _check_rotary(specs: Mapping[str, Spec], dim_qk: int) -> int:
         return 0
     cos, sin = specs["rotary_cos"], specs["rotary_sin"]
     if len(cos.shape) != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > dim_qk:
-        want = f"rotary_cos and rotary_sin must have shape (positions, rotary_dim / 2) with rotary_dim <= dim_qk = {dim_qk}"
-        raise fail(want, shapes(specs, "rotary_cos", "rotary_sin"), "Trim them")
+        want = "rotary_cos and rotary_sin must have shape (positions, rotary_dim / 2)"
+        raise fail(
+            f"{want} with rotary_dim <= dim_qk = {dim_qk}", shapes(specs, "rotary_cos", "rotary_sin"), "Trim them"
+        )
     if cos.dtype not in FLOATS or sin.dtype not in FLOATS:
         raise mismatch("rotary_cos and rotary_sin must be floating point", f"{cos.dtype}, {sin.dtype}", "Convert them")
     return 2 * cos.shape[1]

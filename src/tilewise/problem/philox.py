@@ -29,7 +29,7 @@ def philox(seed: Words, counter: tuple[Words, Words, Words, Words], rounds: int 
         seed: int64, one element; its low and high 32 bits are the key.
         counter: four int64 arrays that broadcast against each other; their low 32 bits count.
 
-    int64 products wrap modulo 2**64, and the masks keep only words that survive the wrap, so no unsigned type is needed.
+    int64 products wrap modulo 2**64, and the masks keep only what survives the wrap, so no unsigned type is needed.
 
     >>> import numpy as np
     >>> zero = np.zeros(1, np.int64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tilewise.problem.mask import Align, Band, Mask
@@ -101,8 +102,8 @@ class Needs(NamedTuple):
 class Problem:
     """The frozen metadata of one call.
 
-    ``len_q`` and ``len_kv`` are the tensors' lengths; in a varlen call they are upper bounds of a sequence's length, and
-    ``total_q`` and ``total_kv`` count tokens. ``specs`` describes each tensor that was given, by its name.
+    ``len_q`` and ``len_kv`` are the tensors' lengths; in a varlen call they are upper bounds of a sequence's length,
+    and ``total_q`` and ``total_kv`` count tokens. ``specs`` describes each tensor that was given, by its name.
     """
 
     kind: Kind
@@ -450,7 +451,7 @@ def check_contents(problem: Problem, contents: Mapping[str, Sequence[int]]) -> N
         bounds = contents.get(name)
         if bounds is None:
             continue
-        if bounds[0] != 0 or any(later < earlier for earlier, later in zip(bounds, bounds[1:], strict=False)):
+        if bounds[0] != 0 or any(later < earlier for earlier, later in pairwise(bounds)):
             raise fail(f"{name} must start at 0 and never fall", list(bounds), "Pass the cumulative sum of the lengths")
         if bounds[-1] > total:
             raise fail(
@@ -464,7 +465,7 @@ def _check_varlen_contents(problem: Problem, contents: Mapping[str, Sequence[int
     bounds = contents.get("cu_seqlens_k", contents.get("cu_seqlens_q"))
     if bounds is None:
         return
-    lengths = [later - earlier for earlier, later in zip(bounds, bounds[1:], strict=False)]
+    lengths = [later - earlier for earlier, later in pairwise(bounds)]
     if problem.score.bias and max(lengths, default=0) > problem.specs["bias"].shape[2]:
         width = problem.specs["bias"].shape[2]
         raise fail(

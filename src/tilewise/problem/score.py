@@ -10,8 +10,8 @@ class Score:
     """How the product of a query and a key becomes a score (natural-log units).
 
     ``score = cap(scale * dot(q, k)) + bias - alibi_slope * |q_pos + offset - kv_pos|``, with
-    ``cap(x) = softcap * tanh(x / softcap)``, or x where softcap is 0. A sink is one more score in the row's sum: neither scaled nor
-    capped, and with no value attached.
+    ``cap(x) = softcap * tanh(x / softcap)``, or x where softcap is 0. A sink is one more score in the row's sum:
+    neither scaled nor capped, and with no value attached.
     """
 
     scale: float

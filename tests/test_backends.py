@@ -1,0 +1,192 @@
+"""The one suite: every backend, every named case, every dtype, judged by the oracle within the error budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewise import dispatch, testing
+from tilewise.testing import CASES, Call, check, oracle, run, yardstick
+
+BACKENDS = ("torch_sdpa", "torch_tiled", "naive", "numpy_tiled")
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_backend_is_within_budget_or_refuses_with_a_reason(case: testing.Case, dtype: str, backend: str) -> None:
+    call = case.build("cpu", dtype)
+    reason = dispatch.load(backend).why_not(call.problem)
+    if reason is not None:
+        with pytest.raises(ValueError, match=f"backend '{backend}' cannot serve this call: "):
+            run(call, backend)
+        return
+    report = check(run(call, backend), call)
+    assert {"out", "lse", "dq", "dk", "dv"} <= set(report)
+
+
+def test_every_backend_serves_some_case_and_the_torch_engine_all() -> None:
+    served = {
+        name: sum(dispatch.load(name).why_not(case.build("cpu", "float32").problem) is None for case in CASES.values())
+        for name in BACKENDS
+    }
+    assert served["torch_tiled"] == served["naive"] == len(CASES)
+    assert all(count >= 5 for count in served.values()), served
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["plain", "causal", "three query heads a key head", "layout bshd"])
+def test_sdpa_in_low_precision_is_within_budget_where_no_lse_is_asked_for(name: str, dtype: str) -> None:
+    call = CASES[name].build("cpu", dtype)
+    call = replace(call, options=call.options._replace(return_lse=False))
+    assert dispatch.choose(call.problem).name == "torch_sdpa"
+    assert "lse" not in check(run(call, "torch_sdpa"), call)
+
+
+def fault(call: Call, what: str) -> testing.Results:
+    """Run a call with one thing wrong in its description: what a faulty kernel would compute."""
+    options = call.options
+    wrong = {
+        "scale": options._replace(scale=1.02 * call.problem.score.scale),
+        "diagonal": options._replace(window_right=1, causal=False),
+        "alignment": options._replace(align="top_left"),
+        "window": options._replace(window_left=8),
+        "cap": options._replace(softcap=1.6),
+        "dropout": options._replace(dropout=0.31),
+    }[what]
+    return run(replace(call, options=wrong), "torch_tiled")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("plain", "scale"),
+        ("causal", "diagonal"),
+        ("causal, more keys than queries", "alignment"),
+        ("window", "window"),
+        ("softcap", "cap"),
+        ("dropout", "dropout"),
+    ],
+)
+def test_a_fault_exceeds_the_budget(case: str, what: str, dtype: str) -> None:
+    call = CASES[case].build("cpu", dtype)
+    with pytest.raises(AssertionError, match="exceeds the error budget"):
+        check(fault(call, what), call)
+
+
+def test_an_lse_in_base_two_exceeds_the_budget() -> None:
+    call = CASES["plain"].build("cpu", "float32")
+    got = run(call, "torch_tiled")
+    with pytest.raises(AssertionError, match="lse exceeds the error budget"):
+        check(got._replace(lse=got.lse * 1.4426950408889634), call)
+
+
+def test_nan_where_the_oracle_has_none_exceeds_the_budget_and_is_not_averaged_away() -> None:
+    call = CASES["causal, more queries than keys: empty rows"].build("cpu", "float32")
+    got = run(call, "torch_tiled")
+    assert torch.isneginf(got.lse).any()
+    for name, place in (("out", (0, 0, 0, 0)), ("lse", (0, 0, 0)), ("dq", (1, 1, 30, 3))):
+        spoilt = getattr(got, name).clone()
+        spoilt[place] = torch.nan
+        with pytest.raises(AssertionError, match=f"{name} exceeds the error budget"):
+            check(got._replace(**{name: spoilt}), call)
+
+
+def test_a_finite_number_where_the_oracle_has_none_exceeds_the_budget() -> None:
+    call = CASES["causal, more queries than keys: empty rows"].build("cpu", "float32")
+    got = run(call, "torch_tiled")
+    filled = got.lse.nan_to_num(neginf=0.0)
+    with pytest.raises(AssertionError, match="lse exceeds the error budget"):
+        check(got._replace(lse=filled), call)
+    flipped = torch.where(torch.isneginf(got.lse), torch.inf, got.lse)
+    with pytest.raises(AssertionError, match="lse exceeds the error budget"):
+        check(got._replace(lse=flipped), call)
+
+
+def test_a_missing_or_an_unexpected_tensor_is_an_error() -> None:
+    call = CASES["sink"].build("cpu", "float32")
+    got = run(call, "torch_tiled")
+    with pytest.raises(ValueError, match="dsink: missing"):
+        check(got._replace(dsink=None), call)
+    with pytest.raises(ValueError, match="dbias: unexpected"):
+        check(got._replace(dbias=got.dq), call)
+
+
+def test_data_too_large_for_the_dtype_fail_the_case_and_not_the_backend() -> None:
+    call = CASES["plain"].build("cpu", "float16")
+    large = replace(call, tensors=call.tensors._replace(q=call.tensors.q * 3e4, k=call.tensors.k * 3e4))
+    with pytest.raises(ArithmeticError, match="yardstick is not finite"):
+        check(run(large, "torch_tiled"), large)
+
+
+def test_the_oracle_is_the_plain_loop() -> None:
+    call = CASES["causal, more keys than queries"].build("cpu", "float64")
+    q, k, v = call.tensors.q, call.tensors.k, call.tensors.v
+    right = oracle(call)
+    for batch in range(2):
+        for head in range(2):
+            for row in range(20):
+                seen = 37 - 20 + row + 1
+                score = (k[batch, head, :seen] @ q[batch, head, row]) * 16**-0.5
+                weight = torch.exp(score)
+                expected = (weight[:, None] * v[batch, head, :seen]).sum(0) / weight.sum()
+                bound = 37 * torch.finfo(torch.float64).eps
+                assert (right.out[batch, head, row] - expected).abs().max() <= bound * expected.abs().max()
+                assert (right.lse[batch, head, row] - weight.sum().log()).abs() <= bound * 10
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_oracle_is_torch_sdpa_in_float64(causal: bool) -> None:
+    call = CASES["causal" if causal else "plain"].build("cpu", "float64")
+    q, k, v = (x.detach().requires_grad_() for x in call.tensors[:3])
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    expected = torch.autograd.grad(out, (q, k, v), call.d_out)
+    plain = replace(call, d_lse=torch.zeros_like(call.d_lse))
+    right = oracle(plain)
+    for got, want in zip((right.out, right.dq, right.dk, right.dv), (out, *expected), strict=True):
+        assert got is not None
+        assert testing.error(want.detach(), got, got, torch.finfo(torch.float64).eps, terms=37).within
+
+
+@pytest.mark.parametrize(
+    "name", ["many at once", "packed, many at once", "bias over heads and queries", "sink per batch"]
+)
+def test_the_oracles_gradients_are_autograds(name: str) -> None:
+    call = CASES[name].build("cpu", "float64")
+    tensors = call.tensors
+    inputs = {
+        field: x.detach().requires_grad_()
+        for field in ("q", "k", "v", "bias", "sink")
+        if (x := getattr(tensors, field)) is not None
+    }
+    from tilewise.backends import naive
+
+    with torch.enable_grad():
+        pieces = list(naive._pieces(call.problem, tensors._replace(**inputs)))
+        total = torch.zeros((), dtype=torch.float64)
+        for piece in pieces:
+            out, lse = naive.naive(torch, piece.q, piece.k, piece.v, piece.terms)
+            d_out, d_lse = call.d_out, call.d_lse
+            if call.problem.kind == "varlen":
+                d_out, d_lse = d_out[piece.rows].transpose(0, 1)[None], d_lse[None, :, piece.rows]
+            visible = torch.isfinite(lse)
+            total = total + (out * d_out).sum() + (torch.where(visible, lse, 0) * d_lse).sum()
+    expected = torch.autograd.grad(total, list(inputs.values()))
+    right = oracle(call)
+    for field, want in zip(inputs, expected, strict=True):
+        got = getattr(right, f"d{field}")
+        assert testing.error(want, got, got, torch.finfo(torch.float64).eps, terms=37).within, field
+
+
+def test_the_yardstick_loses_more_in_fewer_bits() -> None:
+    exact = oracle(CASES["plain"].build("cpu", "float32")).out
+    losses = []
+    for dtype in ("float32", "float16", "bfloat16"):
+        call = CASES["plain"].build("cpu", dtype)
+        losses.append((yardstick(call).out.double() - oracle(call).out).abs().mean().item())
+        assert exact.shape == oracle(call).out.shape
+    assert losses == sorted(losses)
