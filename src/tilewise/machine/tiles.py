@@ -1,0 +1,243 @@
+"""How large a tile each kernel works on.
+
+`torch_tiles` serves the portable torch engine, whose tiles live in main memory or a CPU's caches. `default_tiles`
+serves compiled kernels: a row of a tuned table where one fits, else the largest tiles whose estimated shared memory
+fits the target. Tables are JSON files named after their target, ``data/tiles/sm_90.json``, written by tuning and never
+by a first call; every row says where it was measured.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import TYPE_CHECKING, Literal, get_args
+
+from tilewise.machine.device import KIB, MIB, Capability, target_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+Kind = Literal["forward", "backward", "decode"]
+
+# The most shared memory that one block may ask for, in bytes (CUDA C++ Programming Guide, "Technical Specifications per
+# Compute Capability"; AMD CDNA 3 ISA). A target that is not listed gets what every GPU has.
+SHARED_MEMORY = {
+    "sm_75": 64 * KIB,
+    "sm_80": 163 * KIB,
+    "sm_86": 99 * KIB,
+    "sm_89": 99 * KIB,
+    "sm_90": 227 * KIB,
+    "sm_100": 227 * KIB,
+    "sm_120": 99 * KIB,
+    "sm_121": 99 * KIB,
+    "gfx942": 64 * KIB,
+}
+_LEAST_SHARED_MEMORY = 64 * KIB
+
+_LEAST_BLOCK = 16  # tensor cores multiply nothing smaller
+_ROW_KEYS = {"kind", "dim_qk", "dim_v", "itemsize", "block_q", "block_kv", "num_warps", "num_stages", "provenance"}
+_PROVENANCE_KEYS = {"device", "date", "triton", "command"}
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes and launch settings of one kernel.
+
+    Args:
+        block_q, block_kv: queries and keys in a tile.
+        num_warps: warps of 32 threads (64 on AMD) that work on one tile.
+        num_stages: tiles of the inner loop held in shared memory at once.
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int = 4
+    num_stages: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("block_q", "block_kv", "num_warps", "num_stages"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be a whole number of 1 or more, got {value!r}")
+
+
+def torch_tiles(batch_heads: int, itemsize: int, budget: int = 16 * MIB) -> Tiles:
+    """Choose the torch engine's tiles so that a score tile of all heads stays within ``budget`` bytes.
+
+    A score tile has batch_heads x block_q x block_kv elements of ``itemsize`` bytes, so that peak extra memory does not
+    grow with the length. Blocks are powers of two: at most 512 queries and 1024 keys, fast enough to hide what each
+    torch call costs, and at least 16 of each, even where the budget is too small for that.
+
+    >>> torch_tiles(8, 4)
+    Tiles(block_q=512, block_kv=1024, num_warps=4, num_stages=1)
+    >>> torch_tiles(256, 4).block_q, torch_tiles(256, 4).block_kv
+    (128, 128)
+    """
+    block_q, block_kv = 512, 1024
+    while batch_heads * block_q * block_kv * itemsize > budget and max(block_q, block_kv) > _LEAST_BLOCK:
+        if block_kv > block_q:
+            block_kv //= 2
+        else:
+            block_q //= 2
+    return Tiles(block_q, block_kv)
+
+
+def shared_memory_limit(capability: Capability) -> int:
+    """Give the most shared memory in bytes that one block may ask for; 64 KiB on a target that is not known.
+
+    >>> shared_memory_limit((9, 0)) // 1024
+    227
+    """
+    return SHARED_MEMORY.get(target_name(capability), _LEAST_SHARED_MEMORY)
+
+
+def padded_dim(dim: int) -> int:
+    """Give the head dim as a kernel holds it: the next power of two, at least 16.
+
+    >>> padded_dim(80), padded_dim(128)
+    (128, 128)
+    """
+    return max(_LEAST_BLOCK, 1 << (dim - 1).bit_length())
+
+
+def estimate_shared_memory(tiles: Tiles, dim_qk: int, dim_v: int, itemsize: int, kind: Kind) -> int:
+    """Estimate in bytes the shared memory that a kernel asks for: every operand tile that a dot may read from it.
+
+    With d = dim_qk + dim_v, both padded, and elements of ``itemsize`` bytes:
+
+    forward, decode: ``block_q dim_qk + num_stages block_kv d + block_q block_kv`` (q; k and v of each stage; p)
+
+    backward: the larger of ``block_kv d + num_stages block_q d`` (k and v rest, q and d_out stream) and the same with
+    the blocks exchanged (the dq pass), ``+ 2 block_q block_kv`` (p and ds), and 8 num_stages block bytes (lse and delta
+    in float32).
+
+    The compiler reuses space and keeps some operands in registers, so this is meant to be an upper estimate.
+
+    >>> estimate_shared_memory(Tiles(128, 64, 8, 2), 128, 128, 2, "forward") // 1024
+    112
+    """
+    block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.num_stages
+    dim_qk, dim_v = padded_dim(dim_qk), padded_dim(dim_v)
+    both = dim_qk + dim_v
+    if kind == "backward":
+        resting = max(block_kv + stages * block_q, block_q + stages * block_kv) * both
+        statistics = 8 * stages * max(block_q, block_kv)
+        return (resting + 2 * block_q * block_kv) * itemsize + statistics
+    return (block_q * dim_qk + stages * block_kv * both + block_q * block_kv) * itemsize
+
+
+def _estimate_registers(tiles: Tiles, dim_qk: int, dim_v: int, kind: Kind) -> int:
+    """Estimate the float32 numbers a block keeps in registers: running sums and score tiles."""
+    if kind == "backward":
+        sums = max(tiles.block_kv * (padded_dim(dim_qk) + padded_dim(dim_v)), tiles.block_q * padded_dim(dim_qk))
+        return sums + 2 * tiles.block_q * tiles.block_kv
+    return tiles.block_q * (padded_dim(dim_v) + tiles.block_kv)
+
+
+def _candidates(kind: Kind) -> Iterator[Tiles]:
+    """List the tiles to try, most wanted first: two stages hide loads, then large tiles, then square ones."""
+    rows = (16,) if kind == "decode" else (128, 64, 32, 16)  # decode packs the query heads of one key head into 16 rows
+    pairs = [(block_q, block_kv) for block_q in rows for block_kv in (128, 64, 32, 16)]
+    pairs.sort(key=lambda pair: (-pair[0] * pair[1], -min(pair), -pair[0]))
+    for stages, least in ((2, 32), (1, 32), (2, 16), (1, 16)):
+        for block_q, block_kv in pairs:
+            if block_kv >= least and (block_q >= least or kind == "decode"):
+                yield Tiles(block_q, block_kv, 8 if block_q * block_kv >= 128 * 64 else 4, stages)
+
+
+def default_tiles(
+    capability: Capability, dim_qk: int, dim_v: int, itemsize: int, kind: Kind, folder: Path | None = None
+) -> Tiles:
+    """Give the tiles of a compiled kernel: the tuned row for this target, dims, item size and kind, else a default.
+
+    The default is the largest block_q x block_kv, at most 128 x 128, whose shared memory fits by
+    `estimate_shared_memory` and whose running sums and scores take at most half of an SM's 65,536 registers. Two
+    stages of at least 32 x 32 go before larger tiles of one stage. Decode takes 16 query rows.
+
+    Args:
+        capability: (9, 0), "gfx942"; see `Device.capability`.
+        dim_qk, dim_v: head dims, unpadded.
+        itemsize: bytes of an element of q, k and v.
+        kind: "forward", "backward" or "decode".
+        folder: where to look for tables instead of the package's own.
+
+    Raises:
+        ValueError: nothing fits, or a table is malformed.
+
+    >>> default_tiles((8, 0), 128, 128, 2, "forward")
+    Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2)
+    """
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}; got {kind!r}")
+    if dim_qk < 1 or dim_v < 1 or itemsize < 1:
+        raise ValueError(f"dim_qk, dim_v and itemsize must be 1 or more; got {dim_qk}, {dim_v} and {itemsize}")
+    target = target_name(capability)
+    tuned = load_table(target, folder).get((kind, padded_dim(dim_qk), padded_dim(dim_v), itemsize))
+    if tuned is not None:
+        return tuned
+    limit = shared_memory_limit(capability)
+    for tiles in _candidates(kind):
+        fits = estimate_shared_memory(tiles, dim_qk, dim_v, itemsize, kind) <= limit
+        if fits and _estimate_registers(tiles, dim_qk, dim_v, kind) <= 32768:
+            return tiles
+    raise ValueError(
+        f"no {kind} tiles with head dims {dim_qk} and {dim_v} of {itemsize} bytes fit the {limit // KIB} KiB of shared "
+        f"memory of {target}; split the head dim or use a narrower dtype"
+    )
+
+
+@lru_cache
+def load_table(target: str, folder: Path | None = None) -> Mapping[tuple[str, int, int, int], Tiles]:
+    """Read a target's tuned rows, by (kind, padded dim_qk, padded dim_v, itemsize); empty where there is no file.
+
+    A file holds ``{"target": "sm_90", "rows": [...]}``. A row holds kind, dim_qk, dim_v (padded), itemsize, the four
+    fields of `Tiles`, and ``"provenance": {"device", "date", "triton", "command"}``, all of it text.
+
+    Raises:
+        ValueError: the file is malformed; the message names it and the row.
+    """
+    path = (resources.files("tilewise") / "data" / "tiles" if folder is None else folder) / f"{target}.json"
+    if not path.is_file():
+        return {}
+    document: object = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(document, dict) or document.get("target") != target or not isinstance(document.get("rows"), list):
+        raise ValueError(f'{path} must hold {{"target": "{target}", "rows": [...]}}')
+    table: dict[tuple[str, int, int, int], Tiles] = {}
+    for index, row in enumerate(document["rows"]):
+        try:
+            key, tiles = _read_row(row)
+        except ValueError as error:
+            raise ValueError(f"{path}, row {index}: {error}") from error
+        if key in table:
+            raise ValueError(f"{path}, row {index}: a second row for {key}; keep the faster one")
+        table[key] = tiles
+    return table
+
+
+def _read_row(row: object) -> tuple[tuple[str, int, int, int], Tiles]:
+    """Check one row of a table and give its key and tiles."""
+    if not isinstance(row, dict) or set(row) != _ROW_KEYS:
+        raise ValueError(f"must have exactly the keys {', '.join(sorted(_ROW_KEYS))}; got {row!r}")
+    provenance = row["provenance"]
+    if not isinstance(provenance, dict) or set(provenance) != _PROVENANCE_KEYS:
+        raise ValueError(
+            f"provenance must have exactly the keys {', '.join(sorted(_PROVENANCE_KEYS))}; got {provenance!r}"
+        )
+    if not all(isinstance(value, str) and value for value in provenance.values()):
+        raise ValueError(f"provenance must say where each figure was measured, in text; got {provenance!r}")
+    kind, dim_qk, dim_v, itemsize = (row[name] for name in ("kind", "dim_qk", "dim_v", "itemsize"))
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}; got {kind!r}")
+    if any(type(dim) is not int or dim < 1 or dim != padded_dim(dim) for dim in (dim_qk, dim_v)):
+        raise ValueError(f"dim_qk and dim_v must be powers of two from {_LEAST_BLOCK}; got {dim_qk!r} and {dim_v!r}")
+    if itemsize not in (1, 2, 4, 8):
+        raise ValueError(f"itemsize must be 1, 2, 4 or 8 bytes; got {itemsize!r}")
+    tiles = Tiles(row["block_q"], row["block_kv"], row["num_warps"], row["num_stages"])
+    if min(tiles.block_q, tiles.block_kv) < _LEAST_BLOCK:
+        raise ValueError(f"blocks must be {_LEAST_BLOCK} or more; got {tiles.block_q} and {tiles.block_kv}")
+    if any(n & (n - 1) for n in (tiles.block_q, tiles.block_kv, tiles.num_warps)):
+        raise ValueError(f"blocks and num_warps must be powers of two; got {tiles}")
+    return (kind, dim_qk, dim_v, itemsize), tiles
