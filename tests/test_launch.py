@@ -1,0 +1,439 @@
+"""The launcher, without a GPU: what is compiled, kept, laid out in memory and handed to the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton.language as tl
+
+from tilewise.backends import compile as compiling
+from tilewise.backends import launch
+from tilewise.backends.compile import Binary, Options, binary_for, kept, ptx_parameters
+from tilewise.kernels.share import kernel
+
+ROOT = Path(__file__).parents[1]
+SM90 = 90
+
+
+@kernel
+def everything(  # type: ignore[no-untyped-def]
+    x_ptr, y_ptr, out_ptr, stride: tl.int64, length: tl.int32, left, scale: tl.float32, exact: tl.float64,
+    flag: tl.int1, softcap, BLOCK: tl.constexpr, DOUBLE: tl.constexpr = False,
+):  # fmt: skip
+    """Use an argument of every kind; y_ptr, left and softcap may be None."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < length
+    value = tl.load(x_ptr + place * stride, mask=inside, other=0.0).to(tl.float32) * scale
+    if y_ptr is not None:
+        value += tl.load(y_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    if left is not None:
+        value += left
+    if softcap is not None:
+        value *= softcap
+    if flag:
+        value += exact.to(tl.float32)
+    if DOUBLE:
+        value *= 2
+    tl.store(out_ptr + place, value, mask=inside)
+
+
+@kernel
+def scaled(x_ptr, length: tl.int32, factor: tl.float32, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Multiply in place."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x_ptr + place, mask=place < length)
+    tl.store(x_ptr + place, value * factor, mask=place < length)
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig, declared as the driver's header does."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+class Recorder:
+    """A driver that reads each launch from memory as the real one would, and starts nothing."""
+
+    # ruff: noqa: ARG002 - one device is like another here
+
+    def __init__(self, capability: int = SM90) -> None:
+        self.number = capability
+        self.loaded: list[Binary] = []
+        self.launches: list[tuple[Config, int, list[bytes]]] = []
+        self.entered: list[int] = []
+        self.codes: list[int] = []
+        self.taken: list[torch.Tensor] = []
+
+    def capability(self, device: int) -> int:
+        return self.number
+
+    def stream(self, device: int) -> int:
+        return 0x5EA
+
+    def current_device(self) -> int:
+        return -1  # as torch counts the CPU
+
+    def memory(self, size: int, device: int) -> torch.Tensor:
+        self.taken.append(torch.empty(size, dtype=torch.uint8))
+        return self.taken[-1]
+
+    def load(self, binary: Binary, device: int) -> int:
+        self.loaded.append(binary)
+        return len(self.loaded)
+
+    def start(self, config: int, function: int, parameters: int, extra: None) -> int:
+        if self.codes:
+            return self.codes.pop(0)
+        sizes = self.loaded[function - 1].parameters
+        addresses = (ctypes.c_void_p * len(sizes)).from_address(parameters)
+        read = [ctypes.string_at(address or 0, size) for address, size in zip(addresses, sizes, strict=True)]
+        self.launches.append((Config.from_buffer_copy(ctypes.string_at(config, ctypes.sizeof(Config))), function, read))
+        return 0
+
+    def enter(self, device: int) -> None:
+        self.entered.append(device)
+
+    def explain(self, code: int) -> str:
+        return f"error {code}"
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "kernels"))
+
+
+def numbers(read: list[bytes], *kinds: Callable[[bytes], object]) -> list[object]:
+    return [kind(value) for kind, value in zip(kinds, read, strict=True)]
+
+
+def integer(raw: bytes) -> int:
+    return int.from_bytes(raw, "little", signed=True)
+
+
+def real(raw: bytes) -> float:
+    return (ctypes.c_float if len(raw) == 4 else ctypes.c_double).from_buffer_copy(raw).value
+
+
+def run(
+    launcher: launch.Launcher, arguments: tuple[launch.Argument, ...], grid: tuple[int, ...] = (3,), **constants: int
+) -> None:
+    launcher.variant(everything, {"BLOCK": 128, **constants}, Options())(grid, arguments)
+
+
+# ---- what the driver gets ----
+
+
+@pytest.mark.compile
+def test_every_argument_arrives_in_its_own_type_at_the_place_the_kernel_reads() -> None:
+    driver = Recorder()
+    x, y, out = (torch.empty(4, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32))
+    run(launch.Launcher(driver), (x, y, out, -(2**40), 300, -5, 0.5, 0.1, True, 30.0), grid=(3, 2))
+    (config, _, read), binary = driver.launches[0], driver.loaded[0]
+    kinds = [integer, integer, integer, integer, integer, integer, real, real, integer, real, integer, integer]
+    assert numbers(read, *kinds) == [
+        x.data_ptr(), y.data_ptr(), out.data_ptr(), -(2**40), 300, -5, 0.5, 0.1, 1, 30.0, 0, 0,
+    ]  # fmt: skip
+    assert binary.parameters == (8, 8, 8, 8, 4, 4, 4, 8, 1, 4, 8, 8)
+    assert list(config.grid) == [3, 2, 1]
+    assert list(config.block) == [128, 1, 1] == [binary.threads, 1, 1]
+    assert (config.stream, config.shared, config.attribute_count) == (0x5EA, binary.shared, 0)
+
+
+@pytest.mark.compile
+def test_an_argument_that_is_none_is_no_parameter_of_the_kernel() -> None:
+    driver = Recorder()
+    x, out = torch.empty(4), torch.empty(4)
+    run(launch.Launcher(driver), (x, None, out, 1, 4, None, 2.0, 3.0, False, None))
+    assert driver.loaded[0].parameters == (8, 8, 8, 4, 4, 8, 1, 8, 8)
+    kinds = [integer, integer, integer, integer, real, real, integer, integer, integer]
+    assert numbers(driver.launches[0][2], *kinds) == [x.data_ptr(), out.data_ptr(), 1, 4, 2.0, 3.0, 0, 0, 0]
+
+
+@pytest.mark.compile
+def test_a_program_dependent_launch_is_described_as_the_driver_wants_it() -> None:
+    driver = Recorder()
+    x = torch.empty(4)
+    options = Options(launch_pdl=True, launch_cooperative_grid=True)
+    launcher = launch.Launcher(driver)  # holds the memory that is read below
+    launcher.variant(scaled, {"BLOCK": 16}, options)((1,), (x, 4, 2.0))
+    config = driver.launches[0][0]
+    attributes = (ctypes.c_uint * (2 * 18)).from_address(config.attributes or 0)
+    assert config.attribute_count == 2
+    assert [(attributes[18 * n], attributes[18 * n + 2]) for n in range(2)] == [(2, 1), (6, 1)]
+
+
+@pytest.mark.compile
+def test_values_lengths_and_strides_never_choose_another_kernel_but_dtypes_and_constants_do() -> None:
+    driver = Recorder()
+    launcher = launch.Launcher(driver)
+    tensors = torch.empty(64), torch.empty(64), torch.empty(64)
+    for number in range(50):
+        x, y, out = (tensor[number % 3 :] for tensor in tensors)
+        run(
+            launcher,
+            (x, y, out, number, 16 * number, number % 2, 0.1 * number, 0.0, number % 5 == 0, 1.0),
+            (number + 1,),
+        )
+    assert len(driver.launches) == 50
+    assert launcher.bindings == len(driver.loaded) == 1
+    run(launcher, (tensors[0].half(), tensors[1], tensors[2], 1, 1, 1, 1.0, 0.0, True, 1.0))
+    run(launcher, (*tensors, 1, 1, 1, 1.0, 0.0, True, 1.0), DOUBLE=1)
+    assert launcher.bindings == len(driver.loaded) == 3
+
+
+@pytest.mark.compile
+def test_threads_that_call_together_compile_once_and_do_not_mix_their_arguments() -> None:
+    driver = Recorder()
+    launcher = launch.Launcher(driver)
+    buffers = [torch.empty(1) for _ in range(8)]
+    barrier = threading.Barrier(len(buffers))
+
+    def work(number: int) -> None:
+        barrier.wait()
+        for turn in range(200):
+            variant = launcher.variant(scaled, {"BLOCK": 16}, Options())
+            variant((number + 1,), (buffers[number], 1000 * number + turn, float(number)))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(buffers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(driver.loaded) == 1
+    seen = set()
+    for config, _, read in driver.launches:
+        number = config.grid[0] - 1
+        assert numbers(read[:3], integer, integer, real)[::2] == [buffers[number].data_ptr(), float(number)]
+        seen.add(integer(read[1]))
+    assert seen == {1000 * number + turn for number in range(len(buffers)) for turn in range(200)}
+
+
+@pytest.mark.compile
+def test_a_thread_without_a_context_is_given_one_and_launches_again() -> None:
+    driver = Recorder()
+    driver.codes = [launch.INVALID_CONTEXT]
+    launch.Launcher(driver).variant(scaled, {"BLOCK": 16}, Options())((1,), (torch.empty(4), 4, 1.0))
+    assert driver.entered == [-1]
+    assert len(driver.launches) == 1
+
+
+@pytest.mark.compile
+def test_a_refused_launch_says_what_was_asked_for_and_why_it_failed() -> None:
+    driver = Recorder()
+    driver.codes = [1]
+    variant = launch.Launcher(driver).variant(scaled, {"BLOCK": 16}, Options())
+    with pytest.raises(RuntimeError, match=r"scaled.*\(7, 1, 1\) programs of 128 threads.*error 1"):
+        variant((7,), (torch.empty(4), 4, 1.0))
+
+
+def test_scratch_memory_that_the_compiler_asks_for_is_given_for_every_program() -> None:
+    driver = Recorder()
+    binary = Binary("name", b"", 128, 0, parameters=(8, 4, 8, 8), hidden=2, scratch=256)
+    launch.Bound(driver, -1, binary, ["*fp32", "i32"])((2, 3), [64, 5, None])
+    assert driver.taken[0].numel() == 2 * 3 * 256
+    read = driver.launches[0][2]
+    assert numbers(read, integer, integer, integer, integer) == [64, 5, driver.taken[0].data_ptr(), 0]
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((2**31, 1.0), "'i' format requires"),
+        ((4,), "takes x_ptr, length, factor; got 2 arguments"),
+        ((0.5, 1.0), "integer"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused_in_words(arguments: tuple[float, ...], words: str) -> None:
+    variant = launch.Launcher(Recorder()).variant(scaled, {"BLOCK": 16}, Options())
+    with pytest.raises(ValueError, match=words):
+        variant((1,), (torch.empty(4), *arguments))
+
+
+@pytest.mark.compile
+def test_dtypes_and_objects_that_kernels_do_not_know_are_refused_in_words() -> None:
+    variant = launch.Launcher(Recorder()).variant(scaled, {"BLOCK": 16}, Options())
+    with pytest.raises(ValueError, match=r"cannot take x_ptr in torch.complex64; kernels know float16, .*int64"):
+        variant((1,), (torch.empty(4, dtype=torch.complex64), 4, 1.0))
+    out = torch.empty(4)
+    with pytest.raises(TypeError, match="cannot take left = 'three'"):
+        run(launch.Launcher(Recorder()), (out, out, out, 1, 4, "three", 1.0, 1.0, True, None))  # type: ignore[arg-type]
+
+
+@pytest.mark.compile
+def test_a_missing_or_unknown_constant_is_named() -> None:
+    types: dict[str, str | None] = {"x_ptr": "*fp32"}
+    with pytest.raises(ValueError, match="scaled needs the constant BLOCK; got"):
+        binary_for(scaled, types, {}, SM90, Options())
+    with pytest.raises(ValueError, match=r"has no constants \['WIDTH'\]; it has \['BLOCK'\]"):
+        binary_for(scaled, types, {"BLOCK": 16, "WIDTH": 1}, SM90, Options())
+
+
+def test_parameters_that_are_laid_out_otherwise_stop_the_launch() -> None:
+    ptx = (
+        ".visible .entry scaled(.param .u64 .ptr .global .align 1 p_0, .param .u64 p_1, .param .f32 p_2)\n.reqntid 128"
+    )
+
+    class Stage:
+        def __init__(self) -> None:
+            self.asm = {"ptx": ptx, "cubin": b""}
+            self.metadata = None
+
+    class Source:
+        __name__ = "scaled"
+
+    kinds = {"x_ptr": "*fp32", "length": "i32", "factor": "fp32"}
+    with pytest.raises(RuntimeError, match=r"parameters of \[8, 8, 4\] bytes where \[8, 4, 4\]"):
+        compiling.binary_of(Source(), kinds, Stage())  # type: ignore[arg-type]
+
+
+def test_parameters_of_every_spelling_are_measured() -> None:
+    ptx = """.visible .entry k(
+        .param .u64 .ptr .global .align 1 k_param_0,
+        .param .align 64 .b8 k_param_1[128],
+        .param .u8 k_param_2,
+        .param .b16 k_param_3,
+        .param .f64 k_param_4
+    )
+    .reqntid 384
+    """
+    assert ptx_parameters(ptx) == [8, 128, 1, 2, 8]
+    assert compiling.threads_of(ptx) == 384
+
+
+# ---- what is kept ----
+
+
+@pytest.mark.compile
+def test_a_kernel_is_compiled_once_and_then_read_from_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(4)
+    first, second = Recorder(), Recorder()
+    launch.Launcher(first).variant(scaled, {"BLOCK": 16}, Options())((1,), (x, 4, 1.0))
+    monkeypatch.setattr(compiling, "compile_for", None)  # whoever compiles now fails
+    launch.Launcher(second).variant(scaled, {"BLOCK": 16}, Options())((1,), (x, 4, 1.0))
+    assert first.loaded == second.loaded
+    assert first.loaded[0].code.startswith(b"\x7fELF")
+    with pytest.raises(TypeError):
+        launch.Launcher(second).variant(scaled, {"BLOCK": 32}, Options())((1,), (x, 4, 1.0))
+    with pytest.raises(TypeError):
+        launch.Launcher(Recorder(80)).variant(scaled, {"BLOCK": 16}, Options())((1,), (x, 4, 1.0))
+    with pytest.raises(TypeError):
+        launch.Launcher(second).variant(scaled, {"BLOCK": 16}, Options(num_warps=8))((1,), (x, 4, 1.0))
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"\x7fELF without a head", None])
+def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: bytes | None) -> None:
+    binary = Binary("name", b"code\nwith a line", 128, 0, (8, 8), hidden=1)
+    path = tmp_path / "one" / "kernel.bin"
+    assert kept(path, lambda: binary) == binary
+    path.write_bytes(path.read_bytes()[:-3] if damage is None else damage)
+    other = replace(binary, threads=256)
+    assert kept(path, lambda: other) == other
+    assert kept(path, lambda: binary) == other
+
+
+def test_a_folder_that_cannot_be_written_costs_the_cache_and_not_the_call(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    binary = Binary("name", b"code", 128, 0, (), hidden=0)
+    assert kept(tmp_path / "file" / "kernel.bin", lambda: binary) == binary
+
+
+MAKE_SLOWLY = """
+import os, sys, time
+from pathlib import Path
+from tilewise.backends.compile import Binary, kept
+
+folder = Path(sys.argv[1])
+(folder / f"{os.getpid()}.here").touch()
+while len(list(folder.glob("*.here"))) < 8:
+    time.sleep(0.01)
+
+def make():
+    with (folder / "made").open("a") as file:
+        file.write("once\\n")
+    time.sleep(0.2)
+    return Binary("name", os.urandom(64), 128, 0, (), hidden=0)
+
+print(kept(folder / "kernel.bin", make).code.hex())
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files are not locked on Windows, where each process may compile")
+def test_eight_processes_that_start_together_make_a_kernel_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", MAKE_SLOWLY, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    started = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    printed = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [0] * 8
+    assert (tmp_path / "made").read_text() == "once\n"
+    assert len(set(printed)) == 1
+    assert len(printed[0].strip()) == 128
+
+
+def test_the_cache_lies_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
+    assert compiling.cache_folder().name == "kernels"
+    monkeypatch.delenv("TILEWISE_CACHE_DIR")
+    assert compiling.cache_folder() == Path("somewhere/tilewise")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert compiling.cache_folder() == Path.home() / ".cache" / "tilewise"
+
+
+# ---- without a C compiler, and without a GPU ----
+
+
+@pytest.mark.compile
+def test_a_first_call_needs_no_c_compiler_and_no_gpu(tmp_path: Path) -> None:
+    program = """
+import json, sys
+import torch
+sys.path[:0] = [{tests!r}]
+from test_launch import Recorder, launch, scaled, Options
+driver = Recorder()
+launch.Launcher(driver).variant(scaled, {{"BLOCK": 16}}, Options())((1,), (torch.empty(4), 4, 1.0))
+from triton.runtime.driver import driver as tritons
+print(json.dumps([len(driver.launches), tritons._active is None, tritons._default is None]))
+"""
+    code = program.format(tests=str(ROOT / "tests"))
+    caches = {name: str(tmp_path / name) for name in ("TRITON_CACHE_DIR", "TILEWISE_CACHE_DIR")}
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": str(ROOT / "src"), **caches}
+    python = shutil.which(sys.executable)
+    assert python is not None
+    done = subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [1, True, True]
+
+
+@pytest.mark.interpreter
+def test_an_interpreted_kernel_runs_through_the_same_call() -> None:
+    x = torch.arange(10, dtype=torch.float32)
+    launch.launch(scaled, (3,), (x, 9, 2.0), {"BLOCK": 4}, num_warps=1)
+    assert x.tolist() == [0, 2, 4, 6, 8, 10, 12, 14, 16, 9]
+
+
+def test_a_grid_without_programs_launches_nothing() -> None:
+    launch.launch(scaled, (4, 0), (torch.empty(4), 4, 1.0), {})
