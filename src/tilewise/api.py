@@ -459,8 +459,7 @@ def _run(tensors: Tensors, options: Options) -> tuple[torch.Tensor, torch.Tensor
         refuse_jvp(tensors)
         if _is_plain(tensors):
             return autograd.run(tensors, options)
-    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.tilewise.attention(*tensors, *options)
-    return result
+    return autograd.call(tensors, options)
 
 
 def _run_cache(tensors: CacheTensors, options: CacheOptions, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -489,6 +488,5 @@ def _is_plain(tensors: Tensors | CacheTensors) -> bool:
 
 
 def _is_traced() -> bool:
-    """Say whether a dispatch mode or a function transform is watching. torch has no public question for either."""
-    watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
-    return bool(watched)
+    """Say whether a dispatch mode or a transform is watching. torch has no public question for the first."""
+    return torch._C._len_torch_dispatch_stack() > 0 or autograd.in_transform()  # noqa: SLF001

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tilewise import dispatch
 from tilewise.backends.outputs import empty_lse, empty_out
@@ -122,7 +121,7 @@ def _forward_backward(
     *tensors, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
     needs = [bool(ctx.needs_input_grad[index]) for index in DIFFERENTIABLE]  # type: ignore[attr-defined]
     options: Options = ctx.options  # type: ignore[attr-defined]
-    grads = torch.ops.tilewise.attention_backward(*tensors, out, lse, d_out, d_lse, *options, needs)
+    grads = _call_backward(*tensors, out, lse, d_out, d_lse, *options, needs)
     for index, needed, grad in zip(DIFFERENTIABLE, needs, grads, strict=True):
         nothing[index] = grad if needed else None
     return tuple(nothing)
@@ -163,18 +162,46 @@ def _backward_setup(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[
     ctx.options, ctx.needs = options, needs  # type: ignore[attr-defined]
 
 
-@once_differentiable  # a third derivative raises instead of being silently wrong
+class _Last(torch.autograd.Function):
+    """Hands on second derivatives and refuses to be differentiated.
+
+    torch's once_differentiable is not enough: it ties its refusal to nothing, and torch.autograd.grad walks past it.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(count: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Hand on the first ``count`` tensors; the others are what they came from."""
+        return tuple(None if x is None else x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[object, ...]) -> None:
+        """Nothing is needed to refuse."""
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *_: torch.Tensor) -> None:
+        """Refuse."""
+        raise NotImplementedError(
+            "attention has no third derivative; two are there. Use backend-free operators where more are needed, "
+            "such as torch.softmax(q @ k.mT * scale, -1) @ v"
+        )
+
+
 def _backward_backward(ctx: FunctionCtx, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     saved = ctx.saved_tensors  # type: ignore[attr-defined]
     tensors, (out, lse, d_out, d_lse) = Tensors(*saved[:N_TENSORS]), saved[N_TENSORS:]
     options: Options = ctx.options  # type: ignore[attr-defined]
     needs: Needs = ctx.needs  # type: ignore[attr-defined]
     arriving = Grads(*(g if need else None for g, need in zip(cotangents, needs, strict=True)))
-    second = double_backward(problem_for(tensors, options), tensors, out, lse, d_out, d_lse, arriving)
+    with torch.no_grad():
+        second = double_backward(problem_for(tensors, options), tensors, out, lse, d_out, d_lse, arriving)
     grads: list[torch.Tensor | None] = [None] * (N_TENSORS + 4 + N_OPTIONS + 1)
     for index, grad in zip((*DIFFERENTIABLE, *range(N_TENSORS, N_TENSORS + 4)), second, strict=True):
         original = saved[index]
         grads[index] = None if original is None or grad is None else grad.to(original.dtype)
+    if torch.is_grad_enabled():
+        return _Last.apply(len(grads), *grads, *saved, *cotangents)  # type: ignore[no-any-return,no-untyped-call]
     return tuple(grads)
 
 
@@ -206,7 +233,7 @@ def check_length(tensors: CacheTensors, options: CacheOptions, length: int) -> N
     check_cache_contents(problem_for(tensors, options), {"cache_seqlens": [length]})
 
 
-# ---- vmap -----------------------------------------------------------------------------------------------------------
+# ---- torch.func -----------------------------------------------------------------------------------------------------------
 
 
 def _each(op: torch._ops.OpOverload):  # type: ignore[no-untyped-def]  # the shape that register_vmap asks for
@@ -216,11 +243,47 @@ def _each(op: torch._ops.OpOverload):  # type: ignore[no-untyped-def]  # the sha
         samples = []
         for sample in range(info.batch_size):
             pairs = zip(args, in_dims, strict=True)
-            samples.append(op(*(x if dim is None else x.select(dim, sample) for x, dim in pairs)))
+            samples.append(op(*(x.select(dim, sample) if isinstance(dim, int) else x for x, dim in pairs)))
         stacked = tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
         return stacked, (0,) * len(stacked)
 
     return rule
+
+
+class _Functional(torch.autograd.Function):
+    """The forward operator for torch.func.grad and its kin, which do not see an operator's registered derivative."""
+
+    forward = staticmethod(lambda *args: torch.ops.tilewise.attention(*args))
+    setup_context = staticmethod(_forward_setup)
+    backward = staticmethod(_forward_backward)
+    vmap = staticmethod(_each(torch.ops.tilewise.attention.default))
+
+
+class _FunctionalBackward(torch.autograd.Function):
+    """The backward operator, likewise."""
+
+    forward = staticmethod(lambda *args: torch.ops.tilewise.attention_backward(*args))
+    setup_context = staticmethod(_backward_setup)
+    backward = staticmethod(_backward_backward)
+    vmap = staticmethod(_each(torch.ops.tilewise.attention_backward.default))
+
+
+def call(tensors: Tensors, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call the forward operator, differentiable and traceable."""
+    forward = _Functional.apply if in_transform() else torch.ops.tilewise.attention
+    result: tuple[torch.Tensor, torch.Tensor] = forward(*tensors, *options)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _call_backward(*args: object) -> tuple[torch.Tensor, ...]:
+    backward = _FunctionalBackward.apply if in_transform() else torch.ops.tilewise.attention_backward
+    result: tuple[torch.Tensor, ...] = backward(*args)  # type: ignore[no-untyped-call]
+    return result
+
+
+def in_transform() -> bool:
+    """Say whether a transform of torch.func is at work outside a compiled graph. torch has no public question for it."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
 
 
 _library.impl("attention", _forward, "CompositeExplicitAutograd")

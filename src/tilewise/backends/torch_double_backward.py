@@ -2,7 +2,7 @@
 
 The backward pass, seen as a function of (q, k, v, bias, sink, out, lse, d_out, d_lse), is a sum over tiles with nothing
 that couples them: what a row's normalisation owes is in lse and delta already. So each tile's share is
-differentiated by itself, with torch's autograd over `torch_tiled.tile_gradients`, and added up. Memory stays linear in
+differentiated by itself, with torch.func.vjp over `torch_tiled.tile_gradients`, and added up. Memory stays linear in
 the length. How out and lse depend on q, k and v is not looked at here: the gradients given for them flow back through
 the first derivative, as autograd chains it.
 """
@@ -74,15 +74,14 @@ def _rows(
 ) -> None:
     """Add what rows [q_start, q_stop) contribute."""
     out, lse, d_out, d_lse = saved
-    q = engine.load_rows(engine.q, q_start, q_stop).detach().requires_grad_()
-    rows = Rows(*(x.detach().requires_grad_() for x in engine.saved_rows(out, lse, d_out, d_lse, q_start, q_stop)))
-    g_q, g_d_out, g_lse, g_delta = (torch.zeros_like(x) for x in (q, *rows))
-    for tile in engine.geometry.tiles(q_start, q_stop, tiles(engine.problem).block_kv):
-        for total, share in zip(
-            (g_q, g_d_out, g_lse, g_delta), _tile(engine, tile, q, rows, cotangents, second), strict=True
-        ):
-            total += share
-    for total, share in zip((g_lse, g_delta), _sink(engine, rows, q_start, q_stop, cotangents, second), strict=False):
+    q = engine.load_rows(engine.q, q_start, q_stop)
+    rows = engine.saved_rows(out, lse, d_out, d_lse, q_start, q_stop)
+    g_q, g_d_out, g_lse, g_delta = totals = [torch.zeros_like(x) for x in (q, *rows)]
+    if any(x is not None for x in cotangents[:4]):
+        for tile in engine.geometry.tiles(q_start, q_stop, tiles(engine.problem).block_kv):
+            for total, share in zip(totals, _tile(engine, tile, q, rows, cotangents, second), strict=True):
+                total += share
+    for total, share in zip(totals[2:], _sink(engine, rows, q_start, q_stop, cotangents, second), strict=True):
         total += share
 
     # delta = sum(d_out * out) - d_lse, and the rows' lse was taken to base 2
@@ -90,7 +89,7 @@ def _rows(
     finite = torch.isfinite(engine.grouped_rows(lse)[..., q_start:q_stop])
     at = (Ellipsis, slice(q_start, q_stop))
     engine.grouped(second.q)[(*at, slice(None))] += g_q
-    engine.grouped(second.out)[(*at, slice(None))] += g_delta[..., None] * rows.d_out.detach()
+    engine.grouped(second.out)[(*at, slice(None))] += g_delta[..., None] * rows.d_out
     engine.grouped(second.d_out)[(*at, slice(None))] += g_d_out + g_delta[..., None] * exact_out
     engine.grouped_rows(second.lse)[at] += torch.where(finite, g_lse * LOG2E, 0)
     engine.grouped_rows(second.d_lse)[at] -= g_delta
@@ -100,33 +99,36 @@ def _tile(
     engine: Engine, tile: Tile, q: torch.Tensor, rows: Rows, cotangents: Grads, second: SecondGrads
 ) -> tuple[torch.Tensor, ...]:
     """Differentiate one tile: adds to k, v and bias, and gives the gradients of (q, d_out, lse, delta)."""
-    k, v = (x.detach().requires_grad_() for x in engine.load_keys(tile, engine.visible(tile)))
-    bias = engine.bias(tile)
-    bias = None if bias is None else bias.detach().requires_grad_()
     needs = Needs(*(x is not None for x in cotangents))
-    with torch.enable_grad():
-        first = tile_gradients(engine, tile, q, k, v, bias, rows, needs)
     keys = slice(tile.kv_start, tile.kv_stop)
-    outputs, arriving = [], []
-    if cotangents.dq is not None and first.dq is not None:
-        outputs.append(first.dq)
+
+    def first(
+        q: torch.Tensor,
+        d_out: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        grads = tile_gradients(engine, tile, q, k, v, bias, Rows(d_out, lse, delta), needs)
+        return tuple(x for x in grads if x is not None)
+
+    k, v = engine.load_keys(tile, engine.visible(tile))
+    bias = engine.bias(tile)
+    outputs, pull = torch.func.vjp(first, q, *rows, k, v, *(() if bias is None else (bias,)))
+    arriving: list[torch.Tensor] = []
+    if cotangents.dq is not None:
         arriving.append(engine.load_rows(engine.grouped(cotangents.dq), tile.q_start, tile.q_stop))
-    for cotangent, output in ((cotangents.dk, first.dk), (cotangents.dv, first.dv)):
-        if cotangent is not None and output is not None:
-            outputs.append(output)
-            arriving.append(engine.by_heads(cotangent)[:, :, keys].to(output.dtype))
-    if cotangents.dbias is not None and first.dbias is not None:
-        outputs.append(first.dbias)
-        arriving.append(engine.cut_bias(cotangents.dbias, tile).expand_as(first.dbias))
-    inputs = [q, *rows, k, v] + ([] if bias is None else [bias])
-    if not outputs:
-        return tuple(torch.zeros_like(x) for x in (q, *rows))
-    grads = torch.autograd.grad(outputs, inputs, arriving, allow_unused=True, materialize_grads=True)
+    arriving += [engine.by_heads(x)[:, :, keys].to(q.dtype) for x in (cotangents.dk, cotangents.dv) if x is not None]
+    if cotangents.dbias is not None:
+        arriving.append(engine.cut_bias(cotangents.dbias, tile).expand_as(outputs[-1]))
+    grads = pull(tuple(arriving))
     engine.by_heads(second.k)[:, :, keys] += grads[4]
     engine.by_heads(second.v)[:, :, keys] += grads[5]
-    if second.bias is not None and bias is not None:
+    if second.bias is not None:
         engine.add_bias(second.bias, grads[6], tile)
-    return grads[:4]
+    return tuple(grads[:4])
 
 
 def _sink(
@@ -135,11 +137,12 @@ def _sink(
     """Differentiate the rows' share of dsink: adds to sink, and gives the gradients of (lse, delta)."""
     sink = engine.sink(q_start, q_stop)
     if sink is None or second.sink is None or cotangents.dsink is None:
-        return ()
-    sink = sink.detach().requires_grad_()
-    with torch.enable_grad():
-        first = sink_gradient(sink, rows)
-    arriving = engine.per_head(cotangents.dsink, q_start, q_stop).expand_as(first)
-    g_sink, g_lse, g_delta = torch.autograd.grad(first, [sink, rows.lse, rows.delta], arriving)
+        return torch.zeros_like(rows.lse), torch.zeros_like(rows.delta)
+
+    def first(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        return sink_gradient(sink, Rows(rows.d_out, lse, delta))
+
+    by_row, pull = torch.func.vjp(first, sink, rows.lse, rows.delta)
+    g_sink, g_lse, g_delta = pull(engine.per_head(cotangents.dsink, q_start, q_stop).expand_as(by_row))
     engine.add_per_head(second.sink, g_sink * LOG2E, q_start, q_stop)
     return g_lse, g_delta
