@@ -6,13 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from tilewise.problem.mask import Align, Mask
-from tilewise.problem.problem import (
+from tilewise.problem.checks import (
     FLOATS,
-    Layout,
-    Options,
-    Problem,
-    Spec,
     check_band,
     check_heads,
     check_integers,
@@ -22,6 +17,8 @@ from tilewise.problem.problem import (
     mismatch,
     shapes,
 )
+from tilewise.problem.mask import Align, Mask
+from tilewise.problem.problem import Layout, Options, Problem, Spec
 
 if TYPE_CHECKING:
     import torch
