@@ -1,0 +1,1 @@
+"""Kernels in plain Triton, for every GPU that it compiles for."""

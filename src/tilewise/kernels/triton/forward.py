@@ -1,0 +1,174 @@
+"""The forward pass: a program computes one tile of queries of one head and walks over the keys that it sees.
+
+`attend` is the loop, and reads like ``backends/numpy_tiled.py``. Two things differ. The scale is multiplied inside
+exp2's argument wherever nothing else happens to the score, so that row_max is compared after scaling. And the loop is
+compiled with mask code and without, for the ranges of blocks that `block_ranges` gives.
+"""
+# mypy: ignore-errors
+# Triton's values have no types that a checker knows.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.share import kernel
+from tilewise.kernels.triton.steps import (
+    LN2,
+    LOG2E,
+    base_of,
+    block_ranges,
+    exponent_factor,
+    finish_score,
+    is_kept,
+    key_range,
+    load_rows,
+    option,
+    packed_tile,
+    pairs_of,
+    scalar_of,
+    store_rows,
+    visible_pairs,
+)
+
+
+@triton.jit
+def attend(
+    q, k_matrix, v_matrix, q_pos, state, place, left, right, seen, score_with, mask, drop, first, stop,
+    MASKED: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_KV: tl.constexpr,
+    BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take the queries over the blocks of keys [first, stop); give the new (row_max, row_sum, acc)."""
+    row_max, row_sum, acc = state
+    seen_start, seen_stop = seen
+    factor = exponent_factor(score_with)
+    for block in range(first, stop):
+        start = block * BLOCK_KV
+        kv_pos = (start + tl.arange(0, BLOCK_KV))[None, :]
+        k = load_rows(k_matrix, start, seen_start, seen_stop, DIM_QK, BLOCK_KV, BLOCK_DIM_QK, MASKED, UNIT)
+        v = load_rows(v_matrix, start, seen_start, seen_stop, DIM_V, BLOCK_KV, BLOCK_DIM_V, MASKED, UNIT)
+        if MASKED:
+            visible = visible_pairs(q_pos, kv_pos, place, left, right, mask)
+            if len(mask) > 0:  # what the dense mask hides from all of these queries may hold anything
+                used = (tl.max(visible.to(tl.int32), 0) > 0)[:, None]
+                k = tl.where(used, k, 0.0)
+                v = tl.where(used, v, 0.0)
+        score = tl.dot(q, k.T, input_precision=PRECISION)
+        score, _ = finish_score(score, q_pos, kv_pos, place, score_with, EXACT, PACKED)
+        if MASKED:
+            score = tl.where(visible, score, -float("inf"))
+        row_max_new = tl.maximum(row_max, tl.max(score, 1) * factor)
+        anchor = tl.where(row_max_new == -float("inf"), 0.0, row_max_new)
+        p = tl.exp2(score * factor - anchor[:, None])
+        rescale = tl.exp2(row_max - anchor)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        if len(drop) > 0:
+            p = tl.where(is_kept(q_pos, kv_pos, drop), p, 0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        row_max = row_max_new
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def fresh_state(BLOCK_Q: tl.constexpr, BLOCK_DIM_V: tl.constexpr):
+    """Give (row_max, row_sum, acc) of rows that have seen nothing."""
+    row_max = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+    return row_max, tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q, BLOCK_DIM_V], tl.float32)
+
+
+@triton.jit
+def add_sink(state, sink):
+    """Take one more step of the same kind: a score, in base 2, without a value."""
+    row_max, row_sum, acc = state
+    row_max_new = tl.maximum(row_max, sink)
+    anchor = tl.where(row_max_new == -float("inf"), 0.0, row_max_new)
+    rescale = tl.exp2(row_max - anchor)
+    return row_max_new, row_sum * rescale + tl.exp2(sink - anchor), acc * rescale[:, None]
+
+
+@kernel
+def attention_forward(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    bias_ptr, mask_ptr, sink_ptr, slopes_ptr, kv_start_ptr, kv_stop_ptr, cu_q_ptr, cu_k_ptr, seed_ptr,
+    q_batch_stride: tl.int64, q_head_stride: tl.int64, q_row_stride: tl.int64, q_dim_stride: tl.int64,
+    k_batch_stride: tl.int64, k_head_stride: tl.int64, k_row_stride: tl.int64, k_dim_stride: tl.int64,
+    v_batch_stride: tl.int64, v_head_stride: tl.int64, v_row_stride: tl.int64, v_dim_stride: tl.int64,
+    out_batch_stride: tl.int64, out_head_stride: tl.int64, out_row_stride: tl.int64, out_dim_stride: tl.int64,
+    lse_batch_stride: tl.int64, lse_head_stride: tl.int64, lse_row_stride: tl.int64,
+    bias_batch_stride: tl.int64, bias_head_stride: tl.int64, bias_q_stride: tl.int64, bias_kv_stride: tl.int64,
+    mask_batch_stride: tl.int64, mask_head_stride: tl.int64, mask_q_stride: tl.int64, mask_kv_stride: tl.int64,
+    sink_batch_stride: tl.int64, sink_head_stride: tl.int64,
+    slopes_batch_stride: tl.int64, slopes_head_stride: tl.int64,
+    tiles: tl.int32, batch: tl.int32, heads: tl.int32, group: tl.int32, len_q: tl.int32, len_kv: tl.int32,
+    bias_width: tl.int32, left, right, scale: tl.float32, softcap, dropout,
+    DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute out and lse of one tile of queries; ``backends/triton_portable.py`` says what each argument is.
+
+    Tensors are addressed as (batch, heads, len, dim). Packed sequences are one batch entry, in which they begin at
+    different rows; len_q and len_kv then count all tokens.
+    """
+    PACKED: tl.constexpr = cu_q_ptr is not None
+    BARE: tl.constexpr = mask_ptr is None  # a dense mask may hide anything anywhere
+    HEAD_MASKED: tl.constexpr = left is not None or kv_start_ptr is not None or mask_ptr is not None
+    program = tl.program_id(0)
+    tile = tiles - 1 - program % tiles  # late queries see most keys when causal: longest first
+    head = program // tiles % heads
+    if PACKED:
+        sequence, is_tail, q_start, q_base, len_q, kv_base, len_kv = packed_tile(
+            tile, cu_q_ptr, cu_k_ptr, batch, len_q, len_kv, BLOCK_Q
+        )
+    else:
+        sequence, is_tail, q_start, q_base, kv_base = program // tiles // heads, False, tile * BLOCK_Q, 0, 0
+    if q_start >= len_q:
+        return
+
+    offset = 0 if TOP_LEFT else len_kv - len_q
+    kv_start, kv_stop = key_range(sequence, kv_start_ptr, kv_stop_ptr, len_kv, left, right)
+    q_stop = tl.minimum(q_start + BLOCK_Q, len_q)
+    edges = block_ranges(q_start, q_stop, kv_start, kv_stop, left, right, offset, BLOCK_KV)
+    if not BARE:
+        edges = (edges[0], edges[3], edges[3], edges[3])
+    seen = block_ranges(q_start, q_stop, kv_start, kv_stop, left, right, offset, 1)
+
+    q = base_of(q_ptr, sequence, head, q_base, q_batch_stride, q_head_stride, q_row_stride, UNIT)
+    k = base_of(k_ptr, sequence, head // group, kv_base, k_batch_stride, k_head_stride, k_row_stride, UNIT)
+    v = base_of(v_ptr, sequence, head // group, kv_base, v_batch_stride, v_head_stride, v_row_stride, UNIT)
+    out = base_of(out_ptr, sequence, head, q_base, out_batch_stride, out_head_stride, out_row_stride, UNIT)
+    lse = base_of(lse_ptr, sequence, head, q_base, lse_batch_stride, lse_head_stride, lse_row_stride, 1)
+    bias = pairs_of(
+        bias_ptr, sequence, head, q_base, bias_batch_stride, bias_head_stride, bias_q_stride, bias_kv_stride, bias_width
+    )
+    mask = pairs_of(
+        mask_ptr, sequence, head, q_base, mask_batch_stride, mask_head_stride, mask_q_stride, mask_kv_stride, len_kv
+    )
+    alibi = scalar_of(slopes_ptr, sequence, head, slopes_batch_stride, slopes_head_stride)
+    sink = scalar_of(sink_ptr, sequence, head, sink_batch_stride, sink_head_stride)
+    drop = () if seed_ptr is None else (tl.load(seed_ptr), dropout, head, sequence)
+
+    q_pos = (q_start + tl.arange(0, BLOCK_Q))[:, None]
+    q = load_rows((q, q_row_stride, q_dim_stride), q_start, 0, len_q, DIM_QK, BLOCK_Q, BLOCK_DIM_QK, True, UNIT)
+    q = tl.where(scale < 0, -q, q)  # the sign goes to q, exactly, so that row_max may compare before scaling
+    state = fresh_state(BLOCK_Q, BLOCK_DIM_V)
+    for part in tl.static_range(3):  # masked, bare, masked
+        if HEAD_MASKED if part == 0 else BARE:
+            state = attend(
+                q, (k, k_row_stride, k_dim_stride), (v, v_row_stride, v_dim_stride), q_pos, state,
+                (len_q, kv_start, kv_stop, offset), left, right, (seen[0], seen[3]),
+                (tl.abs(scale), option(softcap), bias, alibi), mask, drop, edges[part], edges[part + 1],
+                part != 1, DIM_QK, DIM_V, BLOCK_KV, BLOCK_DIM_QK, BLOCK_DIM_V, UNIT, EXACT, PACKED, PRECISION,
+            )  # fmt: skip
+    if len(sink) > 0:
+        state = add_sink(state, tl.where(is_tail, -float("inf"), sink[0] * LOG2E))
+    row_max, row_sum, acc = state
+    row_sum_or_1 = tl.where(row_sum == 0, 1.0, row_sum)
+    kept = 1.0 if seed_ptr is None else 1.0 - dropout
+    store_rows(
+        (out, out_row_stride, out_dim_stride), q_start, len_q, acc / (row_sum_or_1 * kept)[:, None],
+        DIM_V, BLOCK_Q, BLOCK_DIM_V, UNIT,
+    )  # fmt: skip
+    rows = q_start + tl.arange(0, BLOCK_Q)
+    tl.store(lse + rows * lse_row_stride, row_max * LN2 + tl.log(row_sum_or_1), mask=rows < len_q)

@@ -1,0 +1,257 @@
+"""The steps that the attention kernels are made of, each with one job.
+
+What belongs together travels as a tuple: where a tile lies (``place``), or what a feature needs (``mask``, ``bias``).
+The empty tuple says that a feature is absent, and then no code is made for it.
+
+A tile of scores is (block_q, block_kv) or transposed: positions come with an axis of size 1, ``q_pos[:, None]`` and
+``kv_pos[None, :]`` or the other way round, and all else follows by broadcasting.
+"""
+# mypy: ignore-errors
+# Triton's values have no types that a checker knows.
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.share import share
+from tilewise.problem import blocks
+
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2.0))
+
+block_ranges = share(blocks.block_ranges)
+is_visible = share(blocks.is_visible)
+
+
+# ---- where a program works ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sequence_of_tile(tile, cu_ptr, batch, total, BLOCK: tl.constexpr):
+    """Find the packed sequence that a tile of rows belongs to; ``batch`` stands for the rows after the last one.
+
+    Sequence s owns the tiles from ``cu[s] // BLOCK + s`` on: at least as many as its rows need, and in rising order, so
+    that a binary search finds the owner without a table made on the host.
+    """
+    low = 0
+    high = batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        start = clamped(tl.load(cu_ptr + middle), total)
+        if start // BLOCK + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def clamped(length, most):
+    """Hold a length that only the device knows to [0, most]."""
+    return tl.minimum(tl.maximum(length, 0), most).to(tl.int32)
+
+
+@triton.jit
+def packed_tile(tile, cu_ptr, cu_other_ptr, batch, total, total_other, BLOCK: tl.constexpr):
+    """Place a tile of packed rows: sequence, is_tail, first row in it, then base row and length here and across.
+
+    Rows behind the last sequence are a sequence with nothing across.
+    """
+    sequence = sequence_of_tile(tile, cu_ptr, batch, total, BLOCK)
+    is_tail = sequence == batch
+    after = tl.minimum(sequence + 1, batch)
+    base = clamped(tl.load(cu_ptr + sequence), total)
+    stop = tl.where(is_tail, total, clamped(tl.load(cu_ptr + after), total))
+    other_base = clamped(tl.load(cu_other_ptr + sequence), total_other)
+    other_stop = clamped(tl.load(cu_other_ptr + after), total_other)
+    start = (tile - (base // BLOCK + sequence)) * BLOCK
+    length = tl.maximum(stop - base, 0)
+    other_length = tl.where(is_tail, 0, tl.maximum(other_stop - other_base, 0))
+    return tl.minimum(sequence, batch - 1), is_tail, start, base, length, other_base, other_length
+
+
+@triton.jit
+def key_range(sequence, kv_start_ptr, kv_stop_ptr, len_kv, left, right):
+    """Give the sequence's own range of keys, empty where no query of it can see any."""
+    kv_start = 0
+    kv_stop = len_kv
+    if kv_start_ptr is not None:
+        kv_start = clamped(tl.load(kv_start_ptr + sequence), len_kv)
+    if kv_stop_ptr is not None:
+        kv_stop = clamped(tl.load(kv_stop_ptr + sequence), len_kv)
+    if left is not None and right is not None:  # a band that is empty everywhere
+        kv_stop = tl.where(left + right < 0, kv_start, kv_stop)
+    return kv_start, kv_stop
+
+
+# ---- tiles ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def base_of(pointer, sequence, head, row, batch_stride, head_stride, row_stride, UNIT: tl.constexpr):
+    """Point at a row of one sequence and head; strides count UNIT elements."""
+    return pointer + (sequence * batch_stride + head * head_stride + row * row_stride) * UNIT
+
+
+@triton.jit
+def pairs_of(pointer, sequence, head, row, batch_stride, head_stride, q_stride, kv_stride, width):
+    """Gather what `load_pairs` needs of a bias or a mask, or () where there is none."""
+    if pointer is None:
+        pairs = ()
+    else:
+        base = base_of(pointer, sequence, head, row, batch_stride, head_stride, q_stride, 1)
+        pairs = (base, q_stride, kv_stride, width)
+    return pairs
+
+
+@triton.jit
+def scalar_of(pointer, sequence, head, batch_stride, head_stride):
+    """Load one number of a sequence and head, as (number,), or () where there is none."""
+    if pointer is None:
+        scalar = ()
+    else:
+        scalar = (tl.load(pointer + (sequence * batch_stride + head * head_stride)).to(tl.float32),)
+    return scalar
+
+
+@triton.jit
+def option(value):
+    """Give (value,), or () for None."""
+    return () if value is None else (value,)
+
+
+@triton.jit
+def tile_pointers(
+    base, start, row_stride, dim_stride, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, UNIT: tl.constexpr
+):
+    """Point at rows ``start`` to ``start + BLOCK`` of a matrix: (BLOCK, BLOCK_DIM).
+
+    UNIT is 1 for any strides. Where the base lies on 16 bytes, the last axis is dense and a row is a multiple of 16
+    bytes, UNIT is the elements in 16 bytes and row_stride counts such units: what the compiler must know to load 16
+    bytes at once, with no variant for each stride.
+    """
+    rows = tl.arange(0, BLOCK).to(tl.int64)
+    dims = tl.arange(0, BLOCK_DIM)
+    base += start * (row_stride * UNIT)
+    if UNIT > 1:
+        pointers = tl.multiple_of(base, 16) + (rows[:, None] * (row_stride * UNIT) + dims[None, :])
+    else:
+        pointers = base + (rows[:, None] * row_stride + dims[None, :] * dim_stride)
+    return pointers
+
+
+@triton.jit
+def load_rows(
+    matrix, start, first, stop,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Load rows ``start`` to ``start + BLOCK`` of a matrix (base, row_stride, dim_stride): (BLOCK, BLOCK_DIM).
+
+    Zero beyond DIM and, if BOUNDED, outside [first, stop).
+    """
+    base, row_stride, dim_stride = matrix
+    pointers = tile_pointers(base, start, row_stride, dim_stride, BLOCK, BLOCK_DIM, UNIT)
+    rows = start + tl.arange(0, BLOCK)
+    inside_rows = ((rows >= first) & (rows < stop))[:, None]
+    inside_dims = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    if BOUNDED and DIM < BLOCK_DIM:
+        tile = tl.load(pointers, mask=inside_rows & inside_dims, other=0.0)
+    elif BOUNDED:
+        tile = tl.load(pointers, mask=inside_rows, other=0.0)
+    elif DIM < BLOCK_DIM:
+        tile = tl.load(pointers, mask=inside_dims, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def store_rows(
+    matrix, start, stop, tile, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """Store a tile (BLOCK, BLOCK_DIM) to rows ``start`` up to ``stop`` of a matrix, in its own type."""
+    base, row_stride, dim_stride = matrix
+    pointers = tile_pointers(base, start, row_stride, dim_stride, BLOCK, BLOCK_DIM, UNIT)
+    inside = (start + tl.arange(0, BLOCK) < stop)[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_pairs(pairs, q_pos, kv_pos, len_q, PACKED: tl.constexpr):
+    """Load the tile of a bias or a mask (base, q_stride, kv_stride, width), zero outside.
+
+    A packed bias may be narrower than its longest sequence, if the device's lengths say so: its last column serves.
+    """
+    base, q_stride, kv_stride, width = pairs
+    if PACKED:
+        kv_pos = tl.minimum(kv_pos, width - 1)
+    pointers = base + (q_pos.to(tl.int64) * q_stride + kv_pos.to(tl.int64) * kv_stride)
+    return tl.load(pointers, mask=(q_pos < len_q) & (kv_pos < width), other=0)
+
+
+# ---- scores ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tanh(x, EXACT: tl.constexpr):
+    """Hyperbolic tangent from exp2; EXACT keeps its relative accuracy near zero too, by the series."""
+    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    far = (1.0 - decay) / (1.0 + decay)
+    far = tl.where(x < 0, -far, far)
+    if EXACT:
+        square = x * x
+        series = square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835))))
+        return tl.where(square < 0.0625, x + x * series, far)
+    return far
+
+
+@triton.jit
+def visible_pairs(q_pos, kv_pos, place, left, right, mask):
+    """Say which pairs of the tile are visible. Rows behind the last query see nothing."""
+    len_q, kv_start, kv_stop, offset = place
+    visible = is_visible(q_pos, kv_pos, kv_start, kv_stop, left, right, offset) & (q_pos < len_q)
+    if len(mask) > 0:
+        visible = visible & (load_pairs(mask, q_pos, kv_pos, len_q, False) != 0)
+    return visible
+
+
+@triton.jit
+def finish_score(score, q_pos, kv_pos, place, score_with, EXACT: tl.constexpr, PACKED: tl.constexpr):
+    """Make a score in base 2 of ``dot(q, k)``: scale, softcap, bias, ALiBi; and give the softcap's derivative.
+
+    Without softcap, bias and ALiBi the product stays as it is: the scale goes into exp2's argument, where it is free.
+    """
+    len_q, _, _, offset = place
+    scale, softcap, bias, alibi = score_with
+    derivative = ()
+    if len(softcap) > 0:
+        capped = tanh(score * (scale / softcap[0]), EXACT)
+        derivative = (1.0 - capped * capped,)
+        score = capped * (softcap[0] * LOG2E)
+    elif len(bias) > 0 or len(alibi) > 0:
+        score = score * (scale * LOG2E)
+    if len(bias) > 0:
+        score = score + load_pairs(bias, q_pos, kv_pos, len_q, PACKED).to(tl.float32) * LOG2E
+    if len(alibi) > 0:
+        distance = tl.abs(q_pos + offset - kv_pos)
+        score = score - (alibi[0] * LOG2E) * distance.to(tl.float32)
+    return score, derivative
+
+
+@triton.jit
+def exponent_factor(score_with):
+    """Give the factor that `finish_score` left to exp2's argument."""
+    scale, softcap, bias, alibi = score_with
+    return 1.0 if len(softcap) > 0 or len(bias) > 0 or len(alibi) > 0 else scale * LOG2E
+
+
+@triton.jit
+def is_kept(q_pos, kv_pos, drop):
+    """Say which pairs survive dropout (seed, dropout, head, sequence), by the generator of problem/philox.py."""
+    seed, dropout, head, sequence = drop
+    zero = (q_pos + kv_pos) * 0
+    word, _, _, _ = tl.philox(seed, zero + kv_pos, zero + q_pos, zero + head, zero + sequence)
+    return tl.uint_to_uniform_float(word) >= dropout
