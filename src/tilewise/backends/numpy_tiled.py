@@ -29,10 +29,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
+from tilewise.machine.tiles import Tiles
 from tilewise.problem.blocks import block_ranges, is_visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    import torch
+
+    from tilewise.problem.problem import Grads, Needs, Problem, Tensors
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -352,3 +357,123 @@ def _only(used: np.ndarray, x: np.ndarray) -> np.ndarray:
 def _run(steps: Iterator[Step]) -> None:
     """Go through all steps and keep none."""
     deque(steps, maxlen=0)
+
+
+# ---- as a backend ---------------------------------------------------------------------------------------------------
+# One sequence and one head after the other. torch is imported inside these functions: the algorithm above must run with
+# NumPy alone.
+
+name = "numpy_tiled"
+
+
+def why_not(problem: Problem) -> str | None:
+    """Say why the engine to read cannot serve a problem, or None."""
+    score, mask = problem.score, problem.mask
+    if problem.device_type != "cpu":
+        return f"runs on the CPU, not on {problem.device_type}"
+    if problem.kind == "cache" or "block_table" in problem.specs:
+        return "keeps no cache"
+    if problem.dtype == "bfloat16":
+        return "NumPy has no bfloat16"
+    for feature, asked in (
+        ("softcap", bool(score.softcap)),
+        ("bias", score.bias),
+        ("ALiBi", score.alibi),
+        ("sink", score.sink),
+        ("dense mask", mask.dense),
+        ("dropout", bool(problem.dropout)),
+    ):
+        if asked:
+            return f"leaves out {feature}, to stay short"
+    return None
+
+
+def tiles(problem: Problem) -> Tiles:
+    """Give the tile sizes for a problem."""
+    return Tiles(BLOCK_Q, BLOCK_KV)
+
+
+def forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute out and lse, head by head."""
+    from tilewise.backends.outputs import empty_lse, empty_out
+
+    out = empty_out(tensors.q, problem.dim_v, problem.layout).zero_()
+    lse = empty_lse(tensors.q).fill_(-math.inf)
+    q, k, v, into = (_by_heads(problem, x) for x in (tensors.q, tensors.k, tensors.v, out))
+    lse_rows = _array(lse) if problem.kind == "dense" else _array(lse)[None]
+    for head, kv_head, tiling in _heads(problem, tensors):
+        into[head], lse_rows[head] = tiled(q[head], k[kv_head], v[kv_head], tiling, problem.score.scale)
+    return out, lse
+
+
+def backward(
+    problem: Problem,
+    tensors: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    d_out: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
+    needs: Needs,
+) -> Grads:
+    """Differentiate `forward`, head by head; heads that share keys add up."""
+    import torch
+
+    from tilewise.backends.outputs import sum_dtype as torch_sum_dtype
+    from tilewise.problem.problem import Grads
+
+    exact = torch_sum_dtype(tensors.q.dtype)
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
+    totals = [torch.zeros_like(x, dtype=exact) for x in (tensors.q, tensors.k, tensors.v)]
+    q, k, v, saved, given = (_by_heads(problem, x) for x in (tensors.q, tensors.k, tensors.v, out, d_out))
+    dq, dk, dv = (_by_heads(problem, x) for x in totals)
+    lse_rows, d_lse_rows = (_array(x) if problem.kind == "dense" else _array(x)[None] for x in (lse, d_lse))
+    for head, kv_head, tiling in _heads(problem, tensors):
+        row = lse_rows[head], d_lse_rows[head]
+        qkv = q[head], k[kv_head], v[kv_head]
+        parts = tiled_backward(*qkv, saved[head], row[0], given[head], row[1], tiling, problem.score.scale)
+        for total, place, part in zip((dq, dk, dv), (head, kv_head, kv_head), parts, strict=True):
+            total[place] += part
+    dq_out, dk_out, dv_out = (
+        x.to(tensors.q.dtype) if need else None for x, need in zip(totals, needs[:3], strict=True)
+    )
+    return Grads(dq_out, dk_out, dv_out, None, None)
+
+
+Place = tuple[int, int, slice]  # batch, head, rows or keys
+
+
+def _heads(problem: Problem, tensors: Tensors) -> Iterator[tuple[Place, Place, Tiling]]:
+    """Go through every head of every sequence: its place in q, its place in k and v, and what it sees."""
+    band = problem.mask.band
+    for number in range(problem.batch):
+        batch, rows, keys = number, slice(0, problem.len_q), slice(0, problem.len_kv)
+        kv_start, kv_stop = 0, problem.len_kv
+        if problem.kind == "varlen" and tensors.cu_seqlens_q is not None:
+            bounds = tensors.cu_seqlens_q if tensors.cu_seqlens_k is None else tensors.cu_seqlens_k
+            batch, rows, keys = (
+                0,
+                slice(*tensors.cu_seqlens_q[number:][:2].tolist()),
+                slice(*bounds[number:][:2].tolist()),
+            )
+            kv_stop = keys.stop - keys.start
+        if tensors.kv_start is not None:
+            kv_start = int(tensors.kv_start[number])
+        if tensors.kv_stop is not None:
+            kv_stop = int(tensors.kv_stop[number])
+        offset = band.offset(rows.stop - rows.start, keys.stop - keys.start)
+        tiling = Tiling(kv_stop, kv_start, band.left, band.right, offset)
+        for head in range(problem.heads_q):
+            yield (batch, head, rows), (batch, head // problem.group, keys), tiling
+
+
+def _by_heads(problem: Problem, x: torch.Tensor) -> np.ndarray:
+    """View a tensor as an array (batch, heads, len, dim); packed tokens are one batch."""
+    array = _array(x)
+    return array if problem.kind == "dense" else array.transpose(1, 0, 2)[None]
+
+
+def _array(x: torch.Tensor) -> np.ndarray:
+    """View a tensor's memory."""
+    array: np.ndarray = x.detach().numpy()
+    return array

@@ -116,7 +116,7 @@ def _tile(
 
     k, v = engine.load_keys(tile, engine.visible(tile))
     bias = engine.bias(tile)
-    outputs, pull = torch.func.vjp(first, q, *rows, k, v, *(() if bias is None else (bias,)))
+    outputs, pull, *_ = torch.func.vjp(first, q, *rows, k, v, *(() if bias is None else (bias,)))
     arriving: list[torch.Tensor] = []
     if cotangents.dq is not None:
         arriving.append(engine.load_rows(engine.grouped(cotangents.dq), tile.q_start, tile.q_stop))
@@ -142,7 +142,7 @@ def _sink(
     def first(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         return sink_gradient(sink, Rows(rows.d_out, lse, delta))
 
-    by_row, pull = torch.func.vjp(first, sink, rows.lse, rows.delta)
+    by_row, pull, *_ = torch.func.vjp(first, sink, rows.lse, rows.delta)
     g_sink, g_lse, g_delta = pull(engine.per_head(cotangents.dsink, q_start, q_stop).expand_as(by_row))
     engine.add_per_head(second.sink, g_sink * LOG2E, q_start, q_stop)
     return g_lse, g_delta
