@@ -3,24 +3,95 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import forward_ad
 
-from tilewise.problem.problem import fail, mismatch
+from tilewise.problem.checks import fail, kind, mismatch
+
+if TYPE_CHECKING:
+    from typing import TypedDict
+
+    from tilewise.problem.mask import Align
+    from tilewise.problem.problem import Layout
+
+    class ScoreOptions(TypedDict, total=False):
+        """What the three functions share; `tilewise.attention` explains each."""
+
+        causal: bool
+        window: Window | None
+        align: Align
+        scale: float | None
+        softcap: float | None
+        alibi_slopes: torch.Tensor | None
+        sink: torch.Tensor | None
+        backend: str | None
+
+    class TrainingOptions(ScoreOptions, total=False):
+        """What attention and attention_varlen share beyond that."""
+
+        bias: torch.Tensor | None
+        dropout: float
+        seed: int | torch.Tensor | None
+        deterministic: bool
+
+    class DenseOptions(TrainingOptions, total=False):
+        """The keyword arguments of attention, but for return_lse."""
+
+        mask: torch.Tensor | None
+        kv_start: torch.Tensor | Sequence[int] | None
+        kv_stop: torch.Tensor | Sequence[int] | None
+        layout: Layout
+
+    class VarlenOptions(TrainingOptions, total=False):
+        """The keyword arguments of attention_varlen, but for return_lse."""
+
+        max_seqlen_q: int | torch.Tensor | None
+        max_seqlen_k: int | torch.Tensor | None
+        block_table: torch.Tensor | None
+
+    class CacheArguments(ScoreOptions, total=False):
+        """The keyword arguments of attention_with_kvcache, but for return_lse."""
+
+        k: torch.Tensor | None
+        v: torch.Tensor | None
+        cache_seqlens: int | torch.Tensor | None
+        block_table: torch.Tensor | None
+        cache_batch_idx: torch.Tensor | None
+        cache_leftpad: torch.Tensor | None
+        k_scale: torch.Tensor | None
+        v_scale: torch.Tensor | None
+        rotary_cos: torch.Tensor | None
+        rotary_sin: torch.Tensor | None
+        rotary_interleaved: bool
+        num_splits: int | None
+        batch_invariant: bool
+        layout: Layout
+
 
 Window = tuple["int | None", "int | None"]
 
 
+# Tensors that a call can do without; k and v are among them where they are appended to a cache.
+OPTIONAL = frozenset({"bias", "mask", "sink", "alibi_slopes", "cu_seqlens_k", "block_table"})
+
+
 def check_tensors(**tensors: object) -> None:
-    """Hold what should be tensors to ordinary torch tensors; None passes."""
+    """Hold what should be tensors to ordinary torch tensors; None passes where a call can do without."""
     for name, x in tensors.items():
-        if x is None or (isinstance(x, torch.Tensor) and not x.is_nested):
+        if x is None and (name in OPTIONAL or (name in ("k", "v") and "k_cache" in tensors)):
             continue
-        if isinstance(x, torch.Tensor):
+        if not isinstance(x, torch.Tensor):
+            mend = "It cannot be left out" if x is None else "NumPy arrays go to tilewise.reference"
+            raise mismatch(f"{name} must be a torch tensor", type(x).__name__, mend)
+        if x.is_nested:
             mend = "Pass x.values() and x.offsets() of its (total, heads, dim) form to attention_varlen"
             raise mismatch(f"{name} must be an ordinary tensor", "a nested tensor", mend)
-        raise mismatch(f"{name} must be a torch tensor", type(x).__name__, "NumPy arrays go to tilewise.reference")
+        if x.layout is not torch.strided:
+            raise mismatch(f"{name} must be an ordinary tensor", f"{x.layout}", f"Pass {name}.to_dense()")
+        if name == "alibi_slopes" and x.requires_grad and torch.is_grad_enabled():
+            raise fail("alibi_slopes get no gradient", "requires_grad=True", "Detach them, or pass the term as bias")
 
 
 def check_rank(rank: int, **tensors: torch.Tensor) -> None:
@@ -55,34 +126,51 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
-def sides(window: Window | None) -> Window:
+def sides(window: Window | Sequence[int | None] | None) -> Window:
     """Take the window apart: (left, right), None for an open side."""
     if window is None:
         return None, None
-    if len(window) != 2:
-        raise fail("window must be (left, right)", window, "Count the keys to each side; None leaves a side open")
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        got = f"{len(window)} sides" if isinstance(window, (tuple, list)) else kind(window)
+        raise fail("window must be (left, right)", got, "Count the keys to each side; None leaves a side open")
     for side in window:
         if side is not None and (isinstance(side, bool) or not isinstance(side, (int, torch.SymInt))):
-            raise mismatch("window's sides must be ints or None", type(side).__name__, "Count the keys to each side")
+            raise mismatch("window's sides must be ints or None", kind(side), "Count the keys to each side")
+        if isinstance(side, int) and not -(2**63) <= side < 2**63:
+            raise fail("window's sides must fit in 64 bits", side, "None leaves a side open")
     return window[0], window[1]
 
 
 def seed_tensor(seed: int | torch.Tensor | None, dropout: float, q: torch.Tensor) -> torch.Tensor | None:
     """Give dropout's seed as a tensor on q's device, so that graph replays and checkpointing see it as data."""
+    if not isinstance(dropout, (int, float, torch.SymFloat)):
+        raise mismatch("dropout must be a number", kind(dropout), "Pass the probability of dropping")
+    if isinstance(seed, torch.Tensor):
+        check_tensors(seed=seed)
+        return seed if dropout else None
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt))):
+        raise mismatch("seed must be an int or a one-element int64 tensor", kind(seed), "None draws one")
+    if isinstance(seed, int) and not -(2**63) <= seed < 2**64:
+        raise fail("seed must fit in 64 bits", seed, "None draws one")
     if not dropout:
         return None
     if seed is None:
         return torch.randint(0, 2**63 - 1, (1,), device=q.device)
-    if isinstance(seed, torch.Tensor):
-        return seed
     wrapped = (seed + 2**63) % 2**64 - 2**63  # any 64-bit value, as int64 holds it
     return torch.full((1,), wrapped, dtype=torch.int64, device=q.device)
 
 
 def integers_tensor(name: str, x: torch.Tensor | Sequence[int] | None, q: torch.Tensor) -> torch.Tensor | None:
     """Turn a list of ints into a tensor on q's device; a tensor passes."""
-    if x is None or isinstance(x, torch.Tensor):
+    if x is None:
+        return None
+    if isinstance(x, torch.Tensor):
+        check_tensors(**{name: x})
         return x
-    if isinstance(x, (list, tuple)) and all(isinstance(value, int) for value in x):
-        return torch.tensor(x, dtype=torch.int32, device=q.device)
-    raise mismatch(f"{name} must be an integer tensor or a list of ints", type(x).__name__, "Give one per sequence")
+    if not isinstance(x, (list, tuple)) or any(isinstance(value, bool) or not isinstance(value, int) for value in x):
+        got = f"{type(x).__name__} of {', '.join(map(kind, x))}" if isinstance(x, (list, tuple)) else kind(x)
+        raise mismatch(f"{name} must be an integer tensor or a list of ints", got, "Give one per sequence")
+    for sequence, value in enumerate(x):
+        if not 0 <= value < 2**31:
+            raise fail(f"{name}[{sequence}] must be the number of a key", value, "Clamp it to [0, len_kv]")
+    return torch.tensor(x, dtype=torch.int32, device=q.device)

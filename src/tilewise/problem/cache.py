@@ -11,9 +11,11 @@ from tilewise.problem.checks import (
     check_band,
     check_heads,
     check_integers,
+    check_options,
     check_pages,
     check_score,
     fail,
+    kind,
     mismatch,
     shapes,
 )
@@ -94,6 +96,7 @@ def describe_cache(specs: Mapping[str, Spec], options: CacheOptions) -> Problem:
         ValueError: a wrong shape, device or value.
         TypeError: a wrong dtype, or an input that asks for a gradient: decoding is inference only.
     """
+    check_options(options)
     q, k_cache = specs["q"], specs["k_cache"]
     if len(q.shape) != 4:
         raise fail("q must have 4 axes (batch, len_q, heads_q, dim_qk)", f"q {q.shape}", "A single query has len_q 1")
@@ -101,8 +104,6 @@ def describe_cache(specs: Mapping[str, Spec], options: CacheOptions) -> Problem:
     paged = "block_table" in specs
     _check_caches(specs, paged)
     check_heads(heads_q, k_cache.shape[2])
-    page_size = k_cache.shape[1] if paged else 0
-    capacity = specs["block_table"].shape[-1] * page_size if paged else k_cache.shape[1]
     for name, spec in specs.items():
         if spec.device != q.device:
             raise fail(f"{name} must be on q's device {q.device}", spec.device, f"Move it with {name}.to(q.device)")
@@ -110,6 +111,8 @@ def describe_cache(specs: Mapping[str, Spec], options: CacheOptions) -> Problem:
             mend = "Call under torch.no_grad with detached tensors, or use attention for training"
             raise mismatch("attention_with_kvcache is for inference", f"{name} with requires_grad=True", mend)
     _check_indices(specs, batch, paged)
+    page_size = k_cache.shape[1] if paged else 0
+    capacity = specs["block_table"].shape[1] * page_size if paged else k_cache.shape[1]
     _check_append(specs, heads_kv=k_cache.shape[2])
     quantised = _check_scales(specs)
     rotary_dim = _check_rotary(specs, dim_qk)
@@ -229,6 +232,14 @@ def _check_append(specs: Mapping[str, Spec], heads_kv: int) -> None:
             raise mismatch(f"{name} must have q's dtype {q.dtype}", spec.dtype, "Convert it")
     if k.shape[1] != v.shape[1]:
         raise fail("k and v must have the same number of new tokens", shapes(specs, "k", "v"), "Append them together")
+    for name in ("k_cache", "v_cache"):
+        spec = specs[name]
+        if any(stride == 0 and size > 1 for size, stride in zip(spec.shape, spec.strides, strict=True)):
+            raise fail(
+                f"{name} must own every slot that k and v are written to",
+                f"{spec.shape} with strides {spec.strides}",
+                "Call .contiguous() on the expanded cache once, before decoding",
+            )
 
 
 def _check_scales(specs: Mapping[str, Spec]) -> bool:
@@ -252,9 +263,13 @@ def _check_scales(specs: Mapping[str, Spec]) -> bool:
 
 def _check_rotary(specs: Mapping[str, Spec], dim_qk: int) -> int:
     if ("rotary_cos" in specs) != ("rotary_sin" in specs):
-        raise fail("rotary_cos and rotary_sin go together", "one of them", "Pass both or neither")
+        got = "rotary_cos alone" if "rotary_cos" in specs else "rotary_sin alone"
+        raise fail("rotary_cos and rotary_sin go together", got, "Pass both or neither")
     if "rotary_cos" not in specs:
         return 0
+    if "k" not in specs:
+        mend = "Pass k and v to append, or rotate q before the call"
+        raise fail("rotary_cos and rotary_sin rotate q together with the k that is appended", "no k", mend)
     cos, sin = specs["rotary_cos"], specs["rotary_sin"]
     if len(cos.shape) != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > dim_qk:
         want = "rotary_cos and rotary_sin must have shape (positions, rotary_dim / 2)"
@@ -263,7 +278,15 @@ def _check_rotary(specs: Mapping[str, Spec], dim_qk: int) -> int:
         )
     if cos.dtype not in FLOATS or sin.dtype not in FLOATS:
         raise mismatch("rotary_cos and rotary_sin must be floating point", f"{cos.dtype}, {sin.dtype}", "Convert them")
+    check_positions(cos.shape[0], max(specs["k"].shape[1], min(specs["q"].shape[1], 1)))
     return 2 * cos.shape[1]
+
+
+def check_positions(rows: int, needed: int) -> None:
+    """Hold rotary tables of ``rows`` positions to those that a call needs."""
+    if needed > rows:
+        want = f"rotary_cos and rotary_sin must have a row for each of the {needed} positions in use"
+        raise fail(want, f"{rows} rows", "Make the tables as long as the cache's capacity")
 
 
 def check_cache_contents(problem: Problem, contents: Mapping[str, Sequence[int]]) -> None:
@@ -271,8 +294,32 @@ def check_cache_contents(problem: Problem, contents: Mapping[str, Sequence[int]]
     cache = problem.cache
     if cache is None:
         return
+    rows = problem.specs["k_cache"].shape[0]
+    chosen = contents.get("cache_batch_idx", ())
+    for row in chosen:
+        if not 0 <= row < rows:
+            raise fail(f"cache_batch_idx must name rows 0 to {rows - 1} of the cache", row, "Check the indices")
+    for sequence, pad in enumerate(contents.get("cache_leftpad", ())):
+        if not 0 <= pad <= cache.capacity:
+            raise fail(f"cache_leftpad[{sequence}] must lie in [0, capacity] = [0, {cache.capacity}]", pad, "Clamp it")
+    if cache.appended and len(set(chosen)) < len(chosen):
+        raise fail(
+            "two sequences must not append to one row of the cache", f"cache_batch_idx {list(chosen)}", "Copy it"
+        )
     lengths = contents.get("cache_seqlens")
-    for sequence, length in enumerate(lengths or ()):
+    if lengths is not None:
+        _check_lengths(problem, cache, lengths)
+    elif not cache.has_lengths:
+        lengths = [cache.capacity] * problem.batch
+    table = contents.get("block_table")
+    if table is not None and lengths is not None:
+        _check_table(problem, cache, table, lengths)
+
+
+def _check_lengths(problem: Problem, cache: Cache, lengths: Sequence[float]) -> None:
+    for sequence, length in enumerate(lengths):
+        if not isinstance(length, int) or isinstance(length, bool):
+            raise mismatch("cache_seqlens must be an int or a tensor of ints", kind(length), "Count the tokens held")
         if length < 0 or length + cache.appended > cache.capacity:
             got = f"{length} cached and {cache.appended} new tokens"
             raise fail(
@@ -280,14 +327,24 @@ def check_cache_contents(problem: Problem, contents: Mapping[str, Sequence[int]]
                 got,
                 "Allocate a larger cache or more pages",
             )
-    rows = problem.specs["k_cache"].shape[0]
-    for row in contents.get("cache_batch_idx", ()):
-        if not 0 <= row < rows:
-            raise fail(f"cache_batch_idx must name rows 0 to {rows - 1} of the cache", row, "Check the indices")
-    for sequence, pad in enumerate(contents.get("cache_leftpad", ())):
-        if not 0 <= pad <= cache.capacity:
-            raise fail(f"cache_leftpad[{sequence}] must lie in [0, capacity] = [0, {cache.capacity}]", pad, "Clamp it")
-    table = contents.get("block_table")
-    if table is not None and lengths is not None:
-        pages, max_pages = problem.specs["k_cache"].shape[0], problem.specs["block_table"].shape[1]
-        check_pages(table, [length + cache.appended for length in lengths], pages, cache.page_size, max_pages)
+    if "rotary_cos" in problem.specs:
+        queries = min(problem.len_q, 1) if problem.mask.band.is_open else problem.len_q
+        needed = int(max(lengths, default=0)) + max(cache.appended, queries)
+        check_positions(problem.specs["rotary_cos"].shape[0], needed)
+
+
+def _check_table(problem: Problem, cache: Cache, table: Sequence[int], lengths: Sequence[int]) -> None:
+    pages, max_pages = problem.specs["k_cache"].shape[0], problem.specs["block_table"].shape[1]
+    check_pages(table, [length + cache.appended for length in lengths], pages, cache.page_size, max_pages)
+    if not cache.appended:
+        return
+    owners: dict[int, int] = {}
+    for sequence, length in enumerate(lengths):
+        for column in range(length // cache.page_size, -(-(length + cache.appended) // cache.page_size)):
+            page = table[sequence * max_pages + column]
+            if owners.setdefault(page, sequence) != sequence:
+                raise fail(
+                    "two sequences must not append to one page",
+                    f"page {page} in rows {owners[page]} and {sequence} of block_table",
+                    "Copy a shared page before it is written to",
+                )

@@ -14,10 +14,30 @@ from tilewise.problem.mask import Band
 from tilewise.problem.score import Score
 
 if TYPE_CHECKING:
+    from tilewise.problem.cache import CacheOptions
     from tilewise.problem.problem import Options, Problem, Spec
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int32", "int64")
+
+# What a plain option must be: the names it goes by, its types, what to call them, and how to mend another.
+PLAIN: tuple[tuple[tuple[str, ...], tuple[type, ...], str, str], ...] = (
+    (
+        ("causal", "deterministic", "return_lse", "rotary_interleaved", "batch_invariant"),
+        (bool,),
+        "True or False",
+        "Pass a Python bool, neither a tensor nor a number",
+    ),
+    (("dropout", "softcap"), (int, float), "a number", "Pass a Python number; .item() reads a tensor's"),
+    (("align", "layout"), (str,), "a name", "Pass one of the strings that the docstring lists"),
+    (("scale",), (int, float, type(None)), "a number or None", "Pass a Python number; .item() reads a tensor's"),
+    (
+        ("window_left", "window_right", "max_seqlen_q", "max_seqlen_k", "num_splits"),
+        (int, type(None)),
+        "an int or None",
+        "Pass a Python int; .item() reads a tensor's",
+    ),
+)
 
 
 def fail(what: str, got: object, mend: str) -> ValueError:
@@ -30,9 +50,29 @@ def mismatch(what: str, got: object, mend: str) -> TypeError:
     return TypeError(f"{what}; got {got}. {mend}")
 
 
+def kind(value: object) -> str:
+    """Name what was got: its type, and its value where printing that reads no device."""
+    plain = isinstance(value, (bool, int, float, str))
+    return f"{type(value).__name__} {value!r}" if plain else type(value).__name__
+
+
 def shapes(specs: Mapping[str, Spec], *names: str) -> str:
     """Print the shapes of some tensors: ``q (1, 2, 8, 16), k (1, 2, 8, 32)``."""
     return ", ".join(f"{name} {tuple(specs[name].shape)}" for name in names)
+
+
+def check_options(options: Options | CacheOptions) -> None:
+    """Hold plain options to plain Python values: a tensor in the place of one would have to be read from its device."""
+    given = options._asdict()
+    for names, types, want, mend in PLAIN:
+        for name in names:
+            if name not in given:
+                continue
+            value = given[name]
+            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+                raise mismatch(f"{name} must be {want}", kind(value), mend)
+    if options.layout not in ("bhsd", "bshd"):
+        raise fail('layout must be "bhsd" or "bshd"', repr(options.layout), "Name the order of q's axes")
 
 
 def check_qkv(specs: Mapping[str, Spec], rank: int, paged: bool) -> None:

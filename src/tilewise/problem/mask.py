@@ -7,6 +7,8 @@ from typing import Literal
 
 Align = Literal["bottom_right", "top_left"]
 
+FAR = 2**30  # a side of so many keys is open: no sequence is that long, and positions stay below 2**31 on a device
+
 
 @dataclass(frozen=True)
 class Band:
@@ -27,9 +29,9 @@ class Band:
 
     @staticmethod
     def of(causal: bool, window: tuple[int | None, int | None] | None, align: Align = "bottom_right") -> Band:
-        """Translate the user's ``causal`` and ``window`` (counts of keys; None or -1 = open) into a band."""
+        """Translate the user's ``causal`` and ``window`` (counts of keys; None, -1 or 2**30 on = open) into a band."""
         sides = (None, None) if window is None else window
-        left, right = (None if side == -1 else side for side in sides)
+        left, right = (None if side is None or side == -1 or side >= FAR else side for side in sides)
         if causal:
             right = 0 if right is None else min(right, 0)
         return Band(left, right, align)

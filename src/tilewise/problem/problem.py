@@ -16,6 +16,7 @@ from tilewise.problem.checks import (
     check_contents,
     check_cu_seqlens,
     check_integers,
+    check_options,
     check_qkv,
     check_score,
     check_seed,
@@ -154,7 +155,7 @@ class Problem:
     @property
     def group(self) -> int:
         """Query heads that share one key head."""
-        return self.heads_q // self.heads_kv
+        return self.heads_q // max(self.heads_kv, 1)
 
     @property
     def device_type(self) -> str:
@@ -202,14 +203,13 @@ def describe(specs: Mapping[str, Spec], options: Options) -> Problem:
     >>> describe({"q": spec, "k": spec, "v": spec}, Options(causal=True)).mask.band
     Band(left=None, right=0, align='bottom_right')
     """
+    check_options(options)
     varlen = "cu_seqlens_q" in specs
     check_qkv(specs, rank=3 if varlen else 4, paged="block_table" in specs)
     score = check_score(specs, options)
     band = check_band(options)
     if not 0.0 <= options.dropout < 1.0:
         raise fail("dropout must lie in [0, 1)", options.dropout, "Pass the probability of dropping, 0.0 for none")
-    if options.layout not in ("bhsd", "bshd"):
-        raise fail('layout must be "bhsd" or "bshd"', repr(options.layout), "Name the order of q's axes")
     check_seed(specs)
     return _varlen(specs, options, band, score) if varlen else _dense(specs, options, band, score)
 
@@ -279,6 +279,13 @@ def _varlen(specs: Mapping[str, Spec], options: Options, band: Band, score: Scor
                 table.shape,
                 "Give one row of pages a sequence",
             )
+        for name in ("k", "v"):
+            if specs[name].requires_grad:
+                raise fail(
+                    "keys and values in pages get no gradient",
+                    f"{name} with requires_grad=True",
+                    "Detach them, or pack the keys without pages",
+                )
         heads_kv, total_kv, longest = k.shape[2], batch * table.shape[1] * k.shape[1], table.shape[1] * k.shape[1]
     else:
         heads_kv, total_kv, longest = k.shape[1], k.shape[0], k.shape[0]
