@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -226,6 +227,40 @@ def threads_of(ptx: str) -> int:
     if found is None:
         raise RuntimeError("the PTX does not say how many threads a block has")
     return int(found[1])
+
+
+class Resources(NamedTuple):
+    """What one thread and one block of a compiled kernel take; ``spilled`` is what registers could not hold."""
+
+    registers: int
+    spilled: int  # bytes a thread
+    shared: int  # bytes a block
+
+
+def resources(compiled: Compiled) -> Resources:
+    """Read what a kernel takes from its compiled form, with the tools that come with Triton."""
+    shared = int(compiled.metadata.shared)  # type: ignore[attr-defined]  # a named tuple that Triton makes at run time
+    if "amdgcn" in compiled.asm:
+        text = cast("str", compiled.asm["amdgcn"])
+        vector, spilled = (int(_number(rf"\.{name}:\s+(\d+)", text)) for name in ("vgpr_count", "vgpr_spill_count"))
+        return Resources(vector, 4 * spilled, shared)
+    from triton.backends import nvidia
+
+    tool = Path(str(nvidia.__file__)).parent / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cast("bytes", compiled.asm["cubin"]))
+        command = [str(tool), "-res-usage", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - Triton's own tool
+    text = done.stdout + done.stderr
+    return Resources(int(_number(r"REG:(\d+)", text)), int(_number(r"STACK:(\d+)", text)), shared)
+
+
+def _number(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"no {pattern} in what Triton's tools say of a kernel: {text[:500]}")
+    return found[1]
 
 
 # ---- keeping --------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ that what was read last, and is likeliest to be in the L2 cache still, is read f
 A matrix is addressed as (outer, rows, cols), by strides; programs take tiles of rows along the grid's first axis, and
 matrices along its second. UNIT and DENSE say what the compiler may know of the strides: see `offsets`.
 
-The steps are those of the attention kernels but for the base of the exponentials, which here is e: a score is subtracted
-before anything rounds it, which costs one more multiplication where memory sets the pace.
+The steps are those of the attention kernels but for the base of the exponentials, which here is e: the anchor is
+subtracted before anything rounds the score, which costs one more multiplication where memory sets the pace.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # Triton's values have no types that a checker knows.
@@ -46,14 +46,14 @@ def matrix_base(pointer, outer, outer_stride, UNIT: tl.constexpr):
 
 @triton.jit
 def anchor_of(row_max):
-    """Give what to subtract from a row's scores: its maximum, or 0 where it has none, so that exp gives 0 and not NaN."""
+    """Give what to subtract from a row's scores: its maximum, or 0 where that is -inf, so that exp never gives NaN."""
     return tl.where(row_max == -float("inf"), 0.0, row_max)
 
 
 @triton.jit
 def reciprocal(row_sum):
-    """Give 1 / row_sum, and 0 for a row without a sum."""
-    return tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+    """Give 1 / row_sum; a row without a sum has p = 0 everywhere, and any finite factor leaves it so."""
+    return 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
 
 
 # ---- rows that fit on the chip --------------------------------------------------------------------------------------
@@ -64,14 +64,15 @@ def softmax_once(
     x_ptr, out_ptr,
     x_outer_stride: tl.int64, x_row_stride: tl.int64, x_col_stride: tl.int64,
     out_outer_stride: tl.int64, out_row_stride: tl.int64, out_col_stride: tl.int64,
-    outers: tl.int32, rows: tl.int64, col_units: tl.int32,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, COL_UNIT: tl.constexpr, UNIT: tl.constexpr, DENSE: tl.constexpr,
+    outers: tl.int32, row_units: tl.int64, col_units: tl.int32,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, ROW_UNIT: tl.constexpr, COL_UNIT: tl.constexpr,
+    UNIT: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the softmax of a tile of whole rows; there are col_units * COL_UNIT columns."""
+    """Compute the softmax of a tile of whole rows; there are row_units * ROW_UNIT of them, and columns likewise."""
     EXACT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     row = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
     col = tl.arange(0, BLOCK_COLS)[None, :]
-    inside = (row < rows) & (col < col_units * COL_UNIT)
+    inside = (row < row_units * ROW_UNIT) & (col < col_units * COL_UNIT)
     x_place = offsets(row, col, x_row_stride, x_col_stride, UNIT, DENSE)
     out_place = offsets(row, col, out_row_stride, out_col_stride, UNIT, DENSE)
     for outer in range(tl.program_id(1), outers, tl.num_programs(1)):
@@ -92,14 +93,15 @@ def softmax_once_backward(
     p_outer_stride: tl.int64, p_row_stride: tl.int64, p_col_stride: tl.int64,
     dp_outer_stride: tl.int64, dp_row_stride: tl.int64, dp_col_stride: tl.int64,
     ds_outer_stride: tl.int64, ds_row_stride: tl.int64, ds_col_stride: tl.int64,
-    outers: tl.int32, rows: tl.int64, col_units: tl.int32,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, COL_UNIT: tl.constexpr, UNIT: tl.constexpr, DENSE: tl.constexpr,
+    outers: tl.int32, row_units: tl.int64, col_units: tl.int32,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, ROW_UNIT: tl.constexpr, COL_UNIT: tl.constexpr,
+    UNIT: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Compute ds = p * (dp - sum(p * dp)) of a tile of whole rows."""
     EXACT: tl.constexpr = tl.float64 if p_ptr.dtype.element_ty == tl.float64 else tl.float32
     row = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
     col = tl.arange(0, BLOCK_COLS)[None, :]
-    inside = (row < rows) & (col < col_units * COL_UNIT)
+    inside = (row < row_units * ROW_UNIT) & (col < col_units * COL_UNIT)
     p_place = offsets(row, col, p_row_stride, p_col_stride, UNIT, DENSE)
     dp_place = offsets(row, col, dp_row_stride, dp_col_stride, UNIT, DENSE)
     ds_place = offsets(row, col, ds_row_stride, ds_col_stride, UNIT, DENSE)
@@ -125,18 +127,18 @@ def softmax_online(
     x_ptr, out_ptr,
     x_outer_stride: tl.int64, x_row_stride: tl.int64, x_col_stride: tl.int64,
     out_outer_stride: tl.int64, out_row_stride: tl.int64, out_col_stride: tl.int64,
-    outers: tl.int32, rows: tl.int64, col_units: tl.int32,
-    BLOCK_ROWS: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, COL_UNIT: tl.constexpr,
+    outers: tl.int32, row_units: tl.int64, col_units: tl.int32,
+    BLOCK_ROWS: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, ROW_UNIT: tl.constexpr, COL_UNIT: tl.constexpr,
     UNIT: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Compute the softmax of a tile of rows after another, each in two passes over blocks of columns."""
     EXACT: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     BLOCK_COLS: tl.constexpr = LANES * SPAN
-    cols = col_units * COL_UNIT
+    rows, cols = row_units * ROW_UNIT, col_units * COL_UNIT
     blocks = tl.cdiv(cols, BLOCK_COLS)
     lane = tl.arange(0, LANES)[None, :, None] * SPAN + tl.arange(0, SPAN)[None, None, :]
     for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0)):
-        row = (tile.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None, None]
+        row = (tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64))[:, None, None]
         for outer in range(tl.program_id(1), outers, tl.num_programs(1)):
             x = matrix_base(x_ptr, outer, x_outer_stride, UNIT)
             out = matrix_base(out_ptr, outer, out_outer_stride, UNIT)
@@ -173,18 +175,18 @@ def softmax_online_backward(
     p_outer_stride: tl.int64, p_row_stride: tl.int64, p_col_stride: tl.int64,
     dp_outer_stride: tl.int64, dp_row_stride: tl.int64, dp_col_stride: tl.int64,
     ds_outer_stride: tl.int64, ds_row_stride: tl.int64, ds_col_stride: tl.int64,
-    outers: tl.int32, rows: tl.int64, col_units: tl.int32,
-    BLOCK_ROWS: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, COL_UNIT: tl.constexpr,
+    outers: tl.int32, row_units: tl.int64, col_units: tl.int32,
+    BLOCK_ROWS: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, ROW_UNIT: tl.constexpr, COL_UNIT: tl.constexpr,
     UNIT: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Compute ds = p * (dp - sum(p * dp)) of a tile of rows after another, each in two passes."""
     EXACT: tl.constexpr = tl.float64 if p_ptr.dtype.element_ty == tl.float64 else tl.float32
     BLOCK_COLS: tl.constexpr = LANES * SPAN
-    cols = col_units * COL_UNIT
+    rows, cols = row_units * ROW_UNIT, col_units * COL_UNIT
     blocks = tl.cdiv(cols, BLOCK_COLS)
     lane = tl.arange(0, LANES)[None, :, None] * SPAN + tl.arange(0, SPAN)[None, None, :]
     for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0)):
-        row = (tile.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None, None]
+        row = (tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64))[:, None, None]
         for outer in range(tl.program_id(1), outers, tl.num_programs(1)):
             p_base = matrix_base(p_ptr, outer, p_outer_stride, UNIT)
             dp_base = matrix_base(dp_ptr, outer, dp_outer_stride, UNIT)
