@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
 from tilewise import autograd, dispatch
-from tilewise.arguments import (
-    Window,
-    autocast,
-    check_rank,
-    check_tensors,
-    integers_tensor,
-    refuse_jvp,
-    seed_tensor,
-    sides,
-)
+from tilewise.arguments import Window, autocast, check_rank, check_tensors, integers_tensor, seed_tensor, sides
 from tilewise.backends import torch_ops
 from tilewise.dispatch import use_backend
 from tilewise.problem.cache import CacheOptions, CacheTensors
 from tilewise.problem.problem import Options, Tensors, fail, mismatch
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from tilewise.arguments import CacheArguments, DenseOptions, VarlenOptions
     from tilewise.problem.mask import Align
     from tilewise.problem.problem import Layout
 
 __all__ = ["attention", "attention_varlen", "attention_with_kvcache", "explain", "merge", "softmax", "use_backend"]
 
 
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True], **options: Unpack[DenseOptions]
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[DenseOptions],
+) -> torch.Tensor: ...
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -128,11 +135,33 @@ def attention(
         layout=layout,
         backend=backend,
     )
-    out, lse = _run(tensors, options)
+    out, lse = autograd.call(tensors, options)
     out = out.transpose(1, 2) if layout == "bshd" else out
     return (out, lse) if return_lse else out
 
 
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[VarlenOptions],
+) -> torch.Tensor: ...
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -188,8 +217,8 @@ def attention_varlen(
     >>> bool((out[:3] - first[0]).abs().max() < 1e-5)
     True
     """
-    check_tensors(q=q, k=k, v=v, bias=bias, sink=sink, alibi_slopes=alibi_slopes)
-    check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table)
+    check_tensors(q=q, k=k, v=v, bias=bias, sink=sink, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q)
+    check_tensors(cu_seqlens_k=cu_seqlens_k, block_table=block_table)
     q, k, v = autocast(q, k, v)
     tensors = Tensors(
         q=q,
@@ -218,10 +247,28 @@ def attention_varlen(
         max_seqlen_k=None if isinstance(max_seqlen_k, torch.Tensor) else max_seqlen_k,
         backend=backend,
     )
-    out, lse = _run(tensors, options)
+    out, lse = autograd.call(tensors, options)
     return (out, lse) if return_lse else out
 
 
+@overload
+def attention_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[CacheArguments],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[CacheArguments],
+) -> torch.Tensor: ...
 def attention_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -336,7 +383,7 @@ def attention_with_kvcache(
         layout=layout,
         backend=backend,
     )
-    out, lse = _run_cache(tensors, options, length)
+    out, lse = autograd.call_cache(tensors, options, length)
     out = out.transpose(1, 2) if layout == "bhsd" else out
     return (out, lse) if return_lse else out
 
@@ -446,47 +493,3 @@ def explain(function: Callable[..., object], *args: object, **options: object) -
     finally:
         dispatch.explaining.reset(token)
     raise RuntimeError("the call ended before its plan was made")
-
-
-# ---- running --------------------------------------------------------------------------------------------------------
-
-
-def _run(tensors: Tensors, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-    if not torch.compiler.is_compiling():
-        options = options._replace(backend=options.backend or dispatch.requested())
-        if dispatch.explaining.get():
-            raise dispatch.Explained(dispatch.plan(autograd.problem_for(tensors, options), options.backend))
-        refuse_jvp(tensors)
-        if _is_plain(tensors):
-            return autograd.run(tensors, options)
-    return autograd.call(tensors, options)
-
-
-def _run_cache(tensors: CacheTensors, options: CacheOptions, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    if not torch.compiler.is_compiling():
-        options = options._replace(backend=options.backend or dispatch.requested())
-        if length is not None:
-            autograd.check_length(tensors, options, length)
-        if dispatch.explaining.get():
-            raise dispatch.Explained(dispatch.plan(autograd.problem_for(tensors, options), options.backend))
-        refuse_jvp(tensors)
-        if _is_plain(tensors):
-            return autograd.run_cache(tensors, options)
-    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.tilewise.attention_with_kvcache(*tensors, *options)
-    return result
-
-
-def _is_plain(tensors: Tensors | CacheTensors) -> bool:
-    """Say whether the call can skip the operator: ordinary tensors, no gradient, no transform and no tracing mode."""
-    if _is_traced():
-        return False
-    grad = torch.is_grad_enabled()
-    for x in tensors:
-        if x is not None and (type(x) not in (torch.Tensor, torch.nn.Parameter) or (grad and x.requires_grad)):
-            return False
-    return True
-
-
-def _is_traced() -> bool:
-    """Say whether a dispatch mode or a transform is watching. torch has no public question for the first."""
-    return torch._C._len_torch_dispatch_stack() > 0 or autograd.in_transform()  # noqa: SLF001

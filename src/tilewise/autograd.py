@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewise import dispatch
+from tilewise.arguments import refuse_jvp
 from tilewise.backends.outputs import empty_lse, empty_out
 from tilewise.backends.torch_double_backward import double_backward
 from tilewise.problem.cache import CacheOptions, CacheTensors, check_cache_contents, describe_cache
@@ -152,7 +153,8 @@ Saved = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None", "torch.Tensor |
 def _split_backward(args: tuple[object, ...]) -> tuple[Tensors, Saved, Options, Needs]:
     stop = N_TENSORS + 4
     tensors, saved, options, needs = args[:N_TENSORS], args[N_TENSORS:stop], args[stop:-1], args[-1]
-    return Tensors(*tensors), tuple(saved), Options(*options), Needs(*needs)  # type: ignore[arg-type,misc,return-value]  # the schema's order
+    # In the order of the schema.
+    return Tensors(*tensors), tuple(saved), Options(*options), Needs(*needs)  # type: ignore[arg-type,misc,return-value]
 
 
 def _backward_setup(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -208,13 +210,9 @@ def _backward_backward(ctx: FunctionCtx, *cotangents: torch.Tensor | None) -> tu
 # ---- decoding -------------------------------------------------------------------------------------------------------
 
 
-def run_cache(tensors: CacheTensors, options: CacheOptions) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one decoding call without the operator around it."""
-    return dispatch.decode(problem_for(tensors, options), tensors, options.backend)
-
-
 def _cache(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return run_cache(*_split_cache(args))
+    tensors, options = _split_cache(args)
+    return dispatch.decode(problem_for(tensors, options), tensors, options.backend)
 
 
 def _cache_fake(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,12 +226,7 @@ def _split_cache(args: tuple[object, ...]) -> tuple[CacheTensors, CacheOptions]:
     return CacheTensors(*args[:count]), CacheOptions(*args[count:])  # type: ignore[arg-type]  # the schema's order
 
 
-def check_length(tensors: CacheTensors, options: CacheOptions, length: int) -> None:
-    """Check a length that the caller gave as an int, which every sequence shares, on any device."""
-    check_cache_contents(problem_for(tensors, options), {"cache_seqlens": [length]})
-
-
-# ---- torch.func -----------------------------------------------------------------------------------------------------------
+# ---- torch.func -----------------------------------------------------------------------------------------------------
 
 
 def _each(op: torch._ops.OpOverload):  # type: ignore[no-untyped-def]  # the shape that register_vmap asks for
@@ -253,7 +246,7 @@ def _each(op: torch._ops.OpOverload):  # type: ignore[no-untyped-def]  # the sha
 class _Functional(torch.autograd.Function):
     """The forward operator for torch.func.grad and its kin, which do not see an operator's registered derivative."""
 
-    forward = staticmethod(lambda *args: torch.ops.tilewise.attention(*args))
+    forward = staticmethod(torch.ops.tilewise.attention.default)
     setup_context = staticmethod(_forward_setup)
     backward = staticmethod(_forward_backward)
     vmap = staticmethod(_each(torch.ops.tilewise.attention.default))
@@ -262,17 +255,10 @@ class _Functional(torch.autograd.Function):
 class _FunctionalBackward(torch.autograd.Function):
     """The backward operator, likewise."""
 
-    forward = staticmethod(lambda *args: torch.ops.tilewise.attention_backward(*args))
+    forward = staticmethod(torch.ops.tilewise.attention_backward.default)
     setup_context = staticmethod(_backward_setup)
     backward = staticmethod(_backward_backward)
     vmap = staticmethod(_each(torch.ops.tilewise.attention_backward.default))
-
-
-def call(tensors: Tensors, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call the forward operator, differentiable and traceable."""
-    forward = _Functional.apply if in_transform() else torch.ops.tilewise.attention
-    result: tuple[torch.Tensor, torch.Tensor] = forward(*tensors, *options)  # type: ignore[no-untyped-call]
-    return result
 
 
 def _call_backward(*args: object) -> tuple[torch.Tensor, ...]:
@@ -282,8 +268,10 @@ def _call_backward(*args: object) -> tuple[torch.Tensor, ...]:
 
 
 def in_transform() -> bool:
-    """Say whether a transform of torch.func is at work outside a compiled graph. torch has no public question for it."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+    """Say whether torch.func is at work outside a compiled graph; torch has no public question for it."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
 
 
 _library.impl("attention", _forward, "CompositeExplicitAutograd")
@@ -300,3 +288,50 @@ torch.library.register_vmap("tilewise::attention", _each(torch.ops.tilewise.atte
 torch.library.register_vmap(
     "tilewise::attention_backward", _each(torch.ops.tilewise.attention_backward.default), lib=_library
 )
+
+
+# ---- calling --------------------------------------------------------------------------------------------------------
+
+
+def call(tensors: Tensors, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a call, through the operator where something must see it: a gradient, a transform, a mode or a tracer."""
+    if not torch.compiler.is_compiling():
+        options = options._replace(backend=options.backend or dispatch.requested())
+        if dispatch.explaining.get():
+            raise dispatch.Explained(dispatch.plan(problem_for(tensors, options), options.backend))
+        refuse_jvp(tensors)
+        if _is_plain(tensors):
+            return run(tensors, options)
+    forward = _Functional.apply if in_transform() else torch.ops.tilewise.attention
+    result: tuple[torch.Tensor, torch.Tensor] = forward(*tensors, *options)  # type: ignore[no-untyped-call]
+    return result
+
+
+def call_cache(tensors: CacheTensors, options: CacheOptions, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a decoding call likewise; ``length`` is what the caller gave as an int for all of cache_seqlens."""
+    if not torch.compiler.is_compiling():
+        options = options._replace(backend=options.backend or dispatch.requested())
+        problem = problem_for(tensors, options)
+        if length is not None:
+            check_cache_contents(problem, {"cache_seqlens": [length]})
+        if dispatch.explaining.get():
+            raise dispatch.Explained(dispatch.plan(problem, options.backend))
+        refuse_jvp(tensors)
+        if _is_plain(tensors):
+            return dispatch.decode(problem, tensors, options.backend)
+    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.tilewise.attention_with_kvcache(*tensors, *options)
+    return result
+
+
+def _is_plain(tensors: Tensors | CacheTensors) -> bool:
+    """Say whether the call can skip the operator: ordinary tensors, no gradient, no transform and no mode.
+
+    torch has no public question for dispatch modes.
+    """
+    if torch._C._len_torch_dispatch_stack() or in_transform():  # noqa: SLF001
+        return False
+    grad = torch.is_grad_enabled()
+    for x in tensors:
+        if x is not None and (type(x) not in (torch.Tensor, torch.nn.Parameter) or (grad and x.requires_grad)):
+            return False
+    return True
