@@ -1,0 +1,314 @@
+"""The command line: reads options, prints results. What the commands do is in `tilewise.bench`.
+
+torch is imported inside the commands, so that ``tilewise --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tilewise.bench.report import Report
+    from tilewise.bench.sketch import Kind
+
+app = typer.Typer(
+    name="tilewise",
+    help="Exact attention, computed tile by tile: measure it, and ask what a call would do.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+# Programs set these to steer OpenBLAS; they would make the NumPy rows slower than NumPy is here.
+OPENBLAS_VARIABLES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+UNSET = "TILEWISE_BENCH_UNSET"  # says, after a new start, what was unset; guards against a second one
+
+# What typer raises for bad options: its own class, or click's in older releases.
+_USAGE_ERROR = cast("type[Exception]", typer.BadParameter.__bases__[0])
+
+
+def main() -> None:
+    """Run the command line. Bad options and input end it with one line and exit code 2."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["bench"]:
+        _start_clean()
+    try:
+        code: object = app(args=arguments or ["--help"], prog_name="tilewise", standalone_mode=False)
+    except _USAGE_ERROR as error:
+        message = getattr(error, "format_message", error.__str__)()
+        code = _complain(f"{message} (see {_command(arguments)} --help)")
+    except (ValueError, TypeError) as error:
+        code = _complain(str(error))
+    except typer.Abort:
+        code = 130
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(message: object) -> int:
+    sys.stderr.write(f"tilewise: {' '.join(str(message).split())}\n")
+    return 2
+
+
+def _command(arguments: list[str]) -> str:
+    known = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    return f"tilewise {arguments[0]}" if arguments and arguments[0] in known else "tilewise"
+
+
+def _start_clean() -> None:
+    """Start this program anew without the variables that steer OpenBLAS, which reads them once, when NumPy is loaded.
+
+    Windows cannot replace a running program; there they stay, and the report's environment shows them.
+    """
+    found = [name for name in OPENBLAS_VARIABLES if name in os.environ]
+    if not found or UNSET in os.environ or os.name == "nt":
+        return
+    environment = {name: value for name, value in os.environ.items() if name not in found}
+    environment[UNSET] = ",".join(found)
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606  # the same program
+
+
+def _example(*lines: str) -> str:
+    """Write examples so that they stand below a command's help as they are typed."""
+    return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+# ---- bench ----------------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog=_example("tilewise bench --lengths 256,512 --causal --seconds 20"))
+def bench(
+    lengths: Annotated[
+        list[str] | None, typer.Option(metavar="N,N,...", help="Queries, and keys.  [default: by device]")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences.  [default: 1]")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads.  [default: CPU 8, GPU 32]")] = None,
+    heads_kv: Annotated[int | None, typer.Option(help="Key heads.  [default: as many]")] = None,
+    dim: Annotated[int | None, typer.Option(help="Head dim.  [default: CPU 64, GPU 128]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="[default: CPU float32, GPU float16]")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Hide keys behind the diagonal.")] = False,
+    window: Annotated[
+        int | None, typer.Option(help="Keys visible to each side of the diagonal; SDPA is given a dense mask.")
+    ] = None,
+    alibi: Annotated[
+        bool, typer.Option("--alibi", help="Subtract slope times distance; SDPA is given a dense bias.")
+    ] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Measure the backward pass too.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="An implementation or family; may be repeated.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N, mps.  [default: the best here]")] = None,
+    seconds: Annotated[float, typer.Option(help="For everything.")] = 300.0,
+    memory: Annotated[
+        float | None, typer.Option(help="GiB for everything.  [default: CPU half of what is free, GPU 95 %]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the data.")] = 0,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the results.")] = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the tables.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(metavar="OLD.json", help="Say what became slower, less exact or larger since.")
+    ] = None,
+) -> int:
+    """Time every implementation that this machine can run, and check each one's error and memory.
+
+    Nothing that exceeds the error budget is timed, and what does not fit in memory or time is a row that says so. Exit
+    code 1: a tilewise backend exceeded its budget, or not all agree on the real input.
+    """
+    for file in (json, markdown):
+        if file is not None and not file.resolve().parent.is_dir():
+            raise ValueError(f"cannot write {file}: there is no folder {file.parent}")
+    from tilewise.bench.report import Report
+    from tilewise.bench.run import Bench, default_settings
+
+    old = None if compare is None else Report.load(compare)
+    settings = default_settings(
+        device,
+        lengths=_lengths(lengths),
+        batch=batch,
+        heads_q=heads,
+        heads_kv=heads_kv,
+        dim=dim,
+        dtype=dtype,
+        causal=causal,
+        window=window,
+        alibi=alibi,
+        backward=backward,
+        only=tuple(only or ()),
+        seconds=seconds,
+        memory=None if memory is None else int(memory * 2**30),
+        seed=seed,
+    )
+    with _progress() as tell:
+        report = Bench(settings, tell=tell).run()
+    _show(report, old, json, markdown)
+    return 0 if report.sound else 1
+
+
+def _lengths(given: list[str] | None) -> tuple[int, ...] | None:
+    if not given:
+        return None
+    words = [word for text in given for word in text.replace(",", " ").split()]
+    if not words or not all(word.isdecimal() for word in words):
+        raise ValueError(f"lengths must be whole numbers with commas between them, got {' '.join(given)!r}")
+    return tuple(int(word) for word in words)
+
+
+def _show(report: Report, old: Report | None, json: Path | None, markdown: Path | None) -> None:
+    """Print a report, and write it where asked."""
+    from tilewise.bench import show
+    from tilewise.bench.compare import compare
+
+    console = _console()
+    for block in show.blocks(report):
+        console.print(block, soft_wrap=isinstance(block, str) and console.is_terminal)
+    if old is not None:
+        console.print("\nsince " + old.date + "\n" + "\n".join(compare(old, report)))
+    if json is not None:
+        json.write_text(report.to_json() + "\n", encoding="utf-8")
+    if markdown is not None:
+        markdown.write_text(show.markdown(report), encoding="utf-8")
+
+
+def _console() -> Console:
+    """Give a console that prints plain text and never cuts a table off; a narrow terminal breaks its lines instead."""
+    from rich.console import Console
+
+    from tilewise.bench.show import WIDTH
+
+    console = Console(highlight=False, markup=False)
+    console.width = max(console.width, WIDTH)
+    return console
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """Show on stderr, where that is a terminal, what is being done and how far it is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda doing, done: progress.update(task, completed=done, description=doing)
+
+
+# ---- info -----------------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog=_example("tilewise info --device cpu --measure"))
+def info(
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N, mps.  [default: the best here]")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Time a copy and a matrix product too.")] = False,
+) -> None:
+    """Describe this machine: the device, its memories, the software, and which backends run here."""
+    from tilewise.bench.info import describe
+
+    console = _console()
+    for title, lines in describe(device, measure=measure).items():
+        console.print(title, style="bold")
+        width = max(len(name) for name, _ in lines)
+        for name, value in lines:
+            console.print(f"  {name:<{width}}  {value}", soft_wrap=True)
+
+
+# ---- explain --------------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog=_example("tilewise explain --len-q 16384 --causal --window 4096,0 --device cpu"))
+def explain(
+    kind: Annotated[str, typer.Option(help="dense, varlen (packed sequences) or cache (decoding).")] = "dense",
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
+    heads_kv: Annotated[int | None, typer.Option(help="Key heads.  [default: as many]")] = None,
+    len_q: Annotated[int, typer.Option(help="Queries of each sequence.")] = 4096,
+    len_kv: Annotated[int | None, typer.Option(help="Keys of each sequence.  [default: as many]")] = None,
+    dim: Annotated[int, typer.Option(help="Head dim of queries and keys.")] = 64,
+    dim_v: Annotated[int | None, typer.Option(help="Head dim of values.  [default: the same]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="[default: CPU float32, GPU float16]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N, mps.  [default: the best here]")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Hide keys behind the diagonal.")] = False,
+    window: Annotated[
+        str | None, typer.Option(metavar="L,R", help="Keys visible to the left and right of the diagonal; -1 = all.")
+    ] = None,
+    align: Annotated[str, typer.Option(help="bottom_right or top_left.")] = "bottom_right",
+    scale: Annotated[float | None, typer.Option(help="[default: dim ** -0.5]")] = None,
+    softcap: Annotated[float | None, typer.Option(help="Cap of the scores.")] = None,
+    alibi: Annotated[bool, typer.Option("--alibi", help="Slopes for each head.")] = False,
+    bias: Annotated[bool, typer.Option("--bias", help="A dense bias.")] = False,
+    mask: Annotated[bool, typer.Option("--mask", help="A dense mask.")] = False,
+    sink: Annotated[bool, typer.Option("--sink", help="A sink for each head.")] = False,
+    kv_start: Annotated[int | None, typer.Option(help="First visible key of each sequence.")] = None,
+    kv_stop: Annotated[int | None, typer.Option(help="End of the visible keys.")] = None,
+    dropout: Annotated[float, typer.Option(help="Probability.")] = 0.0,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Gradients equal in every bit.")] = False,
+    return_lse: Annotated[bool, typer.Option("--return-lse", help="Ask for lse too.")] = False,
+    layout: Annotated[str | None, typer.Option(help="bhsd or bshd.  [default: dense bhsd, cache bshd]")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Keys in pages of so many tokens.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Name one.  [default: the first that serves the call]")] = None,
+) -> None:
+    """Say what a call would do: which backend and tiles, why the others refuse, what it costs. Nothing is computed."""
+    from tilewise.bench.sketch import Sketch
+    from tilewise.machine.detect import best_device
+
+    if kind not in {"dense", "varlen", "cache"}:
+        raise ValueError(f"kind must be dense, varlen or cache; got {kind!r}")
+    device = device or best_device()
+    sketch = Sketch(
+        kind=cast("Kind", kind),
+        batch=batch,
+        heads_q=heads,
+        heads_kv=heads if heads_kv is None else heads_kv,
+        len_q=len_q,
+        len_kv=len_q if len_kv is None else len_kv,
+        dim=dim,
+        dim_v=dim if dim_v is None else dim_v,
+        dtype=dtype or ("float32" if device == "cpu" else "float16"),
+        device=device,
+        causal=causal,
+        window=_window(window),
+        align=align,
+        scale=scale,
+        softcap=softcap,
+        alibi=alibi,
+        bias=bias,
+        mask=mask,
+        sink=sink,
+        kv_start=kv_start,
+        kv_stop=kv_stop,
+        dropout=dropout,
+        deterministic=deterministic,
+        return_lse=return_lse,
+        layout=layout,
+        page_size=page_size,
+        backend=backend,
+    )
+    _console().print(str(sketch.explain()), soft_wrap=True)
+
+
+def _window(text: str | None) -> tuple[int | None, int | None] | None:
+    """Read "left,right"."""
+    if text is None:
+        return None
+    try:
+        left, right = (int(side) for side in text.split(","))
+    except ValueError:
+        raise ValueError(f"window must be two whole numbers, such as 256,0; got {text!r}") from None
+    return left, right
+
+
+if __name__ == "__main__":
+    main()
