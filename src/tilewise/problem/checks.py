@@ -134,7 +134,7 @@ def check_band(options: Options) -> Band:
         raise fail(
             'align must be "bottom_right" or "top_left"',
             repr(options.align),
-            "bottom_right puts the last query beside the last key",
+            "The first puts the last query beside the last key, the second the first beside the first",
         )
     return Band.of(options.causal, (options.window_left, options.window_right), options.align)
 
