@@ -8,7 +8,11 @@ implementations take turns, so that noise hits all alike, and each time is a med
 * tiled: `tilewise.reference.tiled_attention`.
 
 Memory is the peak that tracemalloc sees in one call, the result included. An implementation that would need more than
-half of the free memory is not run. Nothing is timed before tiled has been held to naive's result.
+half of the free memory is not run. Nothing is timed before tiled has been held to the others' results.
+
+OpenBLAS waits for all its threads at the end of every product, and tiled makes many products where naive makes two. On
+a machine that is busy with other work these waits are most of what is measured: run it with OPENBLAS_NUM_THREADS=1
+there, and read the load that the first line prints.
 """
 # ruff: noqa: INP001, T201 - a script, and a script prints
 
@@ -110,6 +114,7 @@ def main() -> None:
     print(
         f"float32, dim {options.dim}, causal {options.causal}, NumPy {np.__version__}, {os.cpu_count()} cores, ", end=""
     )
+    print(f"{os.environ.get('OPENBLAS_NUM_THREADS', 'default')} BLAS threads, ", end="")
     print(f"median of {options.repeats}, load {os.getloadavg()[0]:.1f} at the start")
     head = ["N", "tiled ms", "tiled MB"]
     for name in ("naive", "lean"):
