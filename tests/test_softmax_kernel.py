@@ -14,7 +14,15 @@ pytest.importorskip("triton")
 from tilewise.backends import launch, triton_softmax
 from tilewise.backends.compile import Compiled, Constant, Options, Target, compile_for, ptx_parameters, resources
 from tilewise.backends.launch import Argument
-from tilewise.backends.triton_softmax import Axes, Facts, Tiling, choose_tiling, facts_of, merge_axes
+from tilewise.backends.triton_softmax import (
+    Axes,
+    Facts,
+    Tiling,
+    choose_tiling,
+    facts_of,
+    kernel_and_constants,
+    merge_axes,
+)
 from tilewise.kernels.share import Jitted
 from tilewise.kernels.triton import softmax as kernels
 from tilewise.testing import error
@@ -200,6 +208,7 @@ def test_many_matrices_share_the_programs_that_a_grid_can_have(
     launched: list[Launched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_softmax, "MAX_OUTERS", 2)
+    monkeypatch.setattr(triton_softmax, "plan", triton_softmax.plan.__wrapped__)  # nothing remembered
     for tiling in (None, ONLINE["online"]):
         check(normal(5, 8, 6).transpose(1, 2), -1, tiling)
     assert {call.grid[1] for call in launched} == {2}
@@ -264,16 +273,7 @@ def compiled_for(cols: int, dtype: str, backward: bool, target: Target, *, dense
     axes = Axes((1, 8192, cols), (stride,) * tensors)
     facts = facts_of(axes, itemsize, aligned=True)
     tiling = choose_tiling(axes, facts, itemsize, tensors, *H200)
-    constants: dict[str, Constant] = {
-        "BLOCK_ROWS": tiling.block_rows, "ROW_UNIT": facts.row_unit, "COL_UNIT": facts.col_unit,
-        "UNIT": facts.unit, "DENSE": facts.dense,
-    }  # fmt: skip
-    if tiling.online:
-        kernel = kernels.softmax_online_backward if backward else kernels.softmax_online
-        constants |= {"LANES": tiling.lanes, "SPAN": tiling.span}
-    else:
-        kernel = kernels.softmax_once_backward if backward else kernels.softmax_once
-        constants |= {"BLOCK_COLS": tiling.lanes * tiling.span}
+    kernel, constants = kernel_and_constants(facts, tiling, tensors)
     names = ("p_ptr", "dp_ptr", "ds_ptr") if backward else ("x_ptr", "out_ptr")
     return compile_for(kernel, dict.fromkeys(names, f"*{dtype}"), constants, target, Options(tiling.num_warps, 1))
 

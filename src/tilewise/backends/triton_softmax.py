@@ -6,12 +6,14 @@ their strides allow, into (outer, rows) in nearly all layouts, and what is left 
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 
+from tilewise.backends.compile import Constant
 from tilewise.backends.launch import launch
+from tilewise.kernels.share import Jitted
 from tilewise.kernels.triton import softmax as kernels
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -92,52 +94,82 @@ def _over_rows(tensors: list[torch.Tensor], dim: int, tiling: Tiling | None) -> 
     first = tensors[0]
     if first.numel() == 0:
         return
-    if first.ndim == 0:
-        tensors, dim = [tensor[None] for tensor in tensors], 0
-    axes = [tensor.movedim(dim, -1) for tensor in tensors]
-    merged = merge_axes(tuple(axes[0].shape), tuple(tensor.stride() for tensor in axes))
-    if isinstance(merged, int):  # too many axes that do not merge: one launch for each index of the outermost
-        for parts in zip(*(tensor.unbind(merged) for tensor in axes), strict=True):
+    strides = tuple([tensor.stride() for tensor in tensors])
+    aligned = not any([tensor.data_ptr() % VECTOR for tensor in tensors])  # noqa: C419 - faster than a generator
+    planned = plan(first.shape, strides, dim, first.dtype, aligned, first.device, tiling)
+    if isinstance(planned, int):
+        axes = [tensor.movedim(dim, -1) for tensor in tensors]
+        for parts in zip(*(tensor.unbind(planned) for tensor in axes), strict=True):
             _over_rows(list(parts), -1, tiling)
         return
-    aligned = all(tensor.data_ptr() % VECTOR == 0 for tensor in tensors)
-    facts = facts_of(merged, first.element_size(), aligned)
-    device = device_figures(first.device)
-    tiling = tiling or choose_tiling(merged, facts, first.element_size(), len(tensors), *device)
-    _start(tensors, merged, facts, tiling)
+    launch(
+        planned.kernel,
+        planned.grid,
+        (*tensors, *planned.scalars),
+        planned.constants,
+        num_warps=planned.num_warps,
+        num_stages=1,
+    )
 
 
-def _start(tensors: list[torch.Tensor], axes: Axes, facts: Facts, tiling: Tiling) -> None:
+class Planned(NamedTuple):
+    """One launch but for its tensors."""
+
+    kernel: Jitted
+    grid: tuple[int, int, int]
+    scalars: tuple[int, ...]
+    constants: dict[str, Constant]
+    num_warps: int
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    shape: torch.Size,
+    strides: tuple[tuple[int, ...], ...],
+    dim: int,
+    dtype: torch.dtype,
+    aligned: bool,
+    device: torch.device,
+    tiling: Tiling | None,
+) -> Planned | int:
+    """Plan a launch over tensors of one shape, or give the axis to loop over: with the axis of the softmax last."""
+    order = list(range(len(shape)))
+    if order:
+        order.append(order.pop(dim))
+    last = tuple(tuple(stride[axis] for axis in order) or (1,) for stride in strides)
+    axes = merge_axes(tuple(shape[axis] for axis in order) or (1,), last)
+    if isinstance(axes, int):  # more axes than a kernel has, which do not merge
+        return axes
+    facts = facts_of(axes, dtype.itemsize, aligned)
+    tiling = tiling or choose_tiling(axes, facts, dtype.itemsize, len(strides), *device_figures(device))
     outers, rows, cols = axes.sizes
     scalars: list[int] = []
     for outer_stride, row_stride, col_stride in axes.strides:
         scalars += [outer_stride // facts.unit]
         scalars += [row_stride if facts.dense == "rows" else row_stride // facts.unit]
         scalars += [col_stride if facts.dense == "cols" else col_stride // facts.unit]
+    scalars += [outers, rows // facts.row_unit, cols // facts.col_unit]
     tiles = -(-rows // tiling.block_rows)
-    constants: dict[str, bool | int | float | str | None] = {
+    grid = (min(tiles, tiling.programs or tiles), min(outers, MAX_OUTERS), 1)
+    kernel, constants = kernel_and_constants(facts, tiling, len(strides))
+    return Planned(kernel, grid, tuple(scalars), constants, tiling.num_warps)
+
+
+def kernel_and_constants(facts: Facts, tiling: Tiling, tensors: int) -> tuple[Jitted, dict[str, Constant]]:
+    """Choose the kernel, forward for two tensors and backward for three, and give what it is compiled for."""
+    constants: dict[str, Constant] = {
         "BLOCK_ROWS": tiling.block_rows,
         "ROW_UNIT": facts.row_unit,
         "COL_UNIT": facts.col_unit,
         "UNIT": facts.unit,
         "DENSE": facts.dense,
     }
-    backward = len(tensors) == 3
+    backward = tensors == 3
     if tiling.online:
         kernel = kernels.softmax_online_backward if backward else kernels.softmax_online
-        constants |= {"LANES": tiling.lanes, "SPAN": tiling.span}
-        tiles = min(tiles, tiling.programs or tiles)
-    else:
-        kernel = kernels.softmax_once_backward if backward else kernels.softmax_once
-        constants |= {"BLOCK_COLS": tiling.lanes * tiling.span}
-    launch(
-        kernel,
-        (tiles, min(outers, MAX_OUTERS), 1),
-        (*tensors, *scalars, outers, rows // facts.row_unit, cols // facts.col_unit),
-        constants,
-        num_warps=tiling.num_warps,
-        num_stages=1,
-    )
+        return kernel, {**constants, "LANES": tiling.lanes, "SPAN": tiling.span}
+    kernel = kernels.softmax_once_backward if backward else kernels.softmax_once
+    return kernel, {**constants, "BLOCK_COLS": tiling.lanes * tiling.span}
 
 
 # ---- how tensors lie ------------------------------------------------------------------------------------------------
