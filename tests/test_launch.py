@@ -428,11 +428,36 @@ print(json.dumps([len(driver.launches), tritons._active is None, tritons._defaul
     assert json.loads(done.stdout) == [1, True, True]
 
 
+@pytest.mark.compile
+def test_arguments_by_name_arrive_in_the_kernels_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Recorder()
+    monkeypatch.setattr(launch, "_default", launch.Launcher(driver))
+    x = torch.empty(4)
+    named: dict[str, launch.Argument | str] = {"BLOCK": 16, "factor": 2.0, "unused": None, "x_ptr": x, "length": 4}
+    launch.launch_named(scaled, (3,), named)
+    launch.launch(scaled, (3,), (x, 4, 2.0), {"BLOCK": 16})
+    assert [read for _, _, read in driver.launches] == [driver.launches[0][2]] * 2
+    assert len(driver.loaded) == 1
+    with pytest.raises(KeyError, match="length"):
+        launch.launch_named(scaled, (3,), {"BLOCK": 16, "factor": 2.0, "x_ptr": x})
+
+
+def test_a_machine_without_a_driver_is_told_apart_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(RuntimeError, match="kernels need an NVIDIA GPU and its driver, .*cannot open"):
+        launch.CudaDriver()
+
+
 @pytest.mark.interpreter
 def test_an_interpreted_kernel_runs_through_the_same_call() -> None:
     x = torch.arange(10, dtype=torch.float32)
     launch.launch(scaled, (3,), (x, 9, 2.0), {"BLOCK": 4}, num_warps=1)
     assert x.tolist() == [0, 2, 4, 6, 8, 10, 12, 14, 16, 9]
+    launch.launch_named(scaled, (3,), {"BLOCK": 4, "x_ptr": x, "factor": 0.5, "length": 9, "unused": 1})
+    assert x.tolist() == list(range(10))
 
 
 def test_a_grid_without_programs_launches_nothing() -> None:

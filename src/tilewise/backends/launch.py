@@ -23,6 +23,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from operator import itemgetter
 from typing import NamedTuple, Protocol, cast
 
@@ -96,12 +97,45 @@ def launch(
     if launcher is not None:
         launcher.variant(kernel, constants, options)(grid, arguments)
         return
-    meta = {"num_warps": num_warps, "num_stages": num_stages}
-    first = arguments[0]
-    if isinstance(first, torch.Tensor) and first.is_cuda:
-        with torch.cuda.device(first.device):
-            kernel[grid](*arguments, **constants, **meta)
-    else:
+    _through_triton(kernel, grid, arguments, constants, options)
+
+
+def launch_named(
+    kernel: Jitted,
+    grid: tuple[int, ...],
+    named: Mapping[str, Argument | Constant],
+    *,
+    num_warps: int = 4,
+    num_stages: int = 2,
+) -> None:
+    """Run a kernel as `launch` does, with arguments and constants by name; names that it does not take are left out.
+
+    Raises:
+        KeyError: an argument is not among them. Whatever `launch` raises.
+    """
+    if 0 in grid:
+        return
+    options = Options(num_warps, num_stages)
+    launcher = default_launcher(kernel)
+    if launcher is not None:
+        passed, fixed = launcher.names(kernel)
+        constants = {name: cast("Constant", named[name]) for name in fixed}
+        launcher.variant(kernel, constants, options)(grid, [cast("Argument", named[name]) for name in passed])
+        return
+    _through_triton(kernel, grid, [cast("Argument", named[name]) for name in kernel.arg_names], {}, options)
+
+
+def _through_triton(
+    kernel: Jitted,
+    grid: tuple[int, ...],
+    arguments: Sequence[Argument],
+    constants: Mapping[str, Constant],
+    options: Options,
+) -> None:
+    """Launch as Triton does: its interpreter, or its own launcher, which compiles C code."""
+    meta = {"num_warps": options.num_warps, "num_stages": options.num_stages, "enable_fp_fusion": True}
+    first = cast("torch.Tensor", arguments[0])
+    with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
         kernel[grid](*arguments, **constants, **meta)
 
 
@@ -163,6 +197,8 @@ class Launcher:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self._variants: dict[tuple[object, ...], Variant] = {}
+        self._names: dict[int, tuple[list[str], list[str]]] = {}
+        self._named: list[Jitted] = []  # kept, so that ids stay their own
         self._lock = threading.Lock()
 
     def variant(self, kernel: Jitted, constants: Mapping[str, Constant], options: Options) -> Variant:
@@ -173,6 +209,16 @@ class Launcher:
         if found is None:
             with self._lock:
                 found = self._variants.setdefault(key, Variant(self.driver, kernel, constants, options))
+        return found
+
+    def names(self, kernel: Jitted) -> tuple[list[str], list[str]]:
+        """Give the names of a kernel's arguments and of its constants."""
+        found = self._names.get(id(kernel))
+        if found is None:
+            params = compiled_kernel(kernel).params
+            split = [[param.name for param in params if param.is_constexpr == fixed] for fixed in (False, True)]
+            found = self._names[id(kernel)] = (split[0], split[1])
+            self._named.append(kernel)
         return found
 
     @property
