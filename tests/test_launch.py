@@ -447,7 +447,7 @@ def test_a_machine_without_a_driver_is_told_apart_in_words(monkeypatch: pytest.M
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    with pytest.raises(RuntimeError, match="kernels need an NVIDIA GPU and its driver, .*cannot open"):
+    with pytest.raises(RuntimeError, match=r"kernels need an NVIDIA GPU and its driver, .*cannot open"):
         launch.CudaDriver()
 
 
