@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tilewise.bench import real_input, show
+from tilewise.bench import real_input, run, show
 from tilewise.bench.compare import compare
 from tilewise.bench.implementations import implementations
 from tilewise.bench.provenance import commit
 from tilewise.bench.report import Agreement, Report, Row, TensorError
 from tilewise.bench.run import Bench, Settings
+from tilewise.machine import detect
 from tilewise.machine.device import GIB
 
 KNOWN = {each.name: each for each in implementations()}
@@ -139,6 +140,14 @@ def test_a_commit_is_told_for_a_checkout_of_tilewise_alone(tmp_path: Path) -> No
     assert commit(checkout) == head + "+"
 
 
+@pytest.fixture
+def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time as little as can be, and leave out the roof and the real input."""
+    monkeypatch.setattr(run, "ROUND_SECONDS", 0.001)
+    monkeypatch.setattr(run, "agreement", lambda *_: ((), ""))
+    monkeypatch.setattr(detect, "measure_rates", lambda *_: detect.Rates("float32", 1e10, 1e11))
+
+
 def small_report(**changes: object) -> Report:
     """Run a benchmark that takes a second."""
     known = [KNOWN[name] for name in ("sdpa/flash", "sdpa/math", "tilewise/torch_tiled")]
@@ -146,6 +155,7 @@ def small_report(**changes: object) -> Report:
     return Bench(replace(shape, **changes), known).run()  # type: ignore[arg-type]  # fields of Settings
 
 
+@pytest.mark.usefixtures("_brief")
 def test_a_report_survives_json() -> None:
     report = small_report(backward=True)
     infinite = TensorError("out", math.inf, 0.0, math.inf, 0.0)
@@ -156,6 +166,7 @@ def test_a_report_survives_json() -> None:
     assert {"tilewise", "torch", "device", "threads", "commit", "variables"} <= set(told)
 
 
+@pytest.mark.usefixtures("_brief")
 def test_beside_sdpas_dense_mask_the_memory_of_both_is_shown() -> None:
     report = small_report(window=8)
     table = show.memory_table(report, "forward")

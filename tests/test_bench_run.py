@@ -43,6 +43,7 @@ def settings(**changes: object) -> Settings:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes a second and is tested elsewhere: the roof and the real input."""
     monkeypatch.setattr(detect, "measure_rates", lambda *_: Rates("float32", 1e10, 1e11))
+    monkeypatch.setattr(run, "ROUND_SECONDS", 0.01)
     monkeypatch.setattr(run, "agreement", lambda *_: ((), ""))
 
 

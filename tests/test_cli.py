@@ -13,10 +13,21 @@ from pathlib import Path
 import pytest
 
 from tilewise import cli
+from tilewise.bench import compare, plan, run
+from tilewise.bench.report import Report
+from tilewise.machine import detect
 
 SOURCE = str(Path(cli.__file__).parents[1])
 COMMANDS = ("bench", "info", "explain")
 QUICK = ("--lengths", "16,32", "--only", "naive", "--only", "sdpa", "--only", "tilewise", "--seconds", "60")
+
+
+@pytest.fixture
+def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time as little as can be: these tests look at what is printed, not at how fast anything is."""
+    monkeypatch.setattr(run, "ROUND_SECONDS", 0.001)
+    monkeypatch.setattr(plan, "MOST_ROUNDS", plan.LEAST_ROUNDS)
+    monkeypatch.setattr(detect, "measure_rates", lambda *_: detect.Rates("float32", 1e10, 1e11))
 
 
 def tilewise(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -68,6 +79,7 @@ def test_without_a_command_help_is_shown(monkeypatch: pytest.MonkeyPatch, capsys
     assert "Commands:" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("_brief")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_example_in_each_help_works_as_printed(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -133,6 +145,7 @@ def test_a_defect_of_our_own_is_no_bad_option(monkeypatch: pytest.MonkeyPatch) -
 # ---- bench ----
 
 
+@pytest.mark.usefixtures("_brief")
 def test_bench_prints_tables_writes_files_and_compares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,14 +160,13 @@ def test_bench_prints_tables_writes_files_and_compares(
     assert kept["command"] == f"tilewise bench {' '.join(QUICK)} --json {old} --markdown {text}"
     assert {row["length"] for row in kept["rows"]} == {16, 32}
     assert "| N | implementation |" in text.read_text()
-    monkeypatch.setattr("tilewise.bench.compare.SLOWER", 1e9)  # at such lengths times are noise
+    monkeypatch.setattr(compare, "SLOWER", 1e9)  # at such lengths times are noise
     assert tilewise(monkeypatch, "bench", *QUICK, "--compare", str(old)) == 0
     assert "nothing became worse in" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("_brief")
 def test_an_unsound_benchmark_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.bench.report import Report
-
     monkeypatch.setattr(Report, "sound", property(lambda _: False))
     assert tilewise(monkeypatch, "bench", "--lengths", "16", "--only", "naive", "--seconds", "60") == 1
 
@@ -212,7 +224,10 @@ def test_info_describes_the_machine_and_its_backends(
         (("--alibi", "--sink", "--kv-start", "3", "--kv-stop", "9"), ("ALiBi", "sink", "key ranges")),
         (("--dropout", "0.1", "--layout", "bshd", "--deterministic", "--return-lse"), ("dropout 0.1", "N=4096x4096")),
         (("--heads-kv", "2", "--dim", "128", "--dim-v", "64", "--scale", "0.5"), ("8 heads over 2", "d=128/64")),
-        (("--dtype", "bfloat16", "--backend", "naive", "--len-kv", "100"), ("N=4096x100", "backend  naive")),
+        (
+            ("--dtype", "bfloat16", "--backend", "naive", "--len-q", "64", "--len-kv", "100"),
+            ("N=64x100", "backend  naive"),
+        ),
         (("--kind", "varlen", "--batch", "3", "--bias", "--page-size", "16"), ("varlen attention, B=3", "bias")),
         (
             ("--kind", "cache", "--len-q", "1", "--len-kv", "4000", "--page-size", "256", "--layout", "bhsd"),

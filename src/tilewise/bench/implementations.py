@@ -267,7 +267,7 @@ class NumpyRun:
     def _gradients(self, d_out: np.ndarray) -> tuple[np.ndarray, ...]:
         q, k, v, _ = self._arrays
         dq, dk, dv = np.empty_like(q), np.zeros_like(k), np.zeros_like(v)
-        terms: Terms[np.ndarray] = Terms(self.case.left, self.case.right)
+        terms: Terms[np.ndarray] = Terms(left=self.case.left, right=self.case.right)
         for index, (at, shared) in enumerate(self._heads()):
             if self.tiled:
                 out, lse = self._kept[index]
@@ -277,7 +277,8 @@ class NumpyRun:
             else:
                 wide = np.promote_types(q.dtype, np.float32)
                 one = [x[None, None].astype(wide, copy=False) for x in (q[at], k[shared], v[shared], d_out[at])]
-                grads = tuple(x[0, 0] for x in naive_backward(np, one[0], one[1], one[2], one[3], terms=terms)[:3])
+                found = naive_backward(np, one[0], one[1], one[2], one[3], terms=terms)
+                grads = found.dq[0, 0], found.dk[0, 0], found.dv[0, 0]
             dq[at] = grads[0]
             dk[shared] += grads[1]
             dv[shared] += grads[2]

@@ -72,6 +72,11 @@ class Judge:
     def _sample(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x[:, :, start:stop] for start, stop in self.rows], dim=2)
 
+    def _terms(self, start: int, slopes: torch.Tensor | None) -> Terms[torch.Tensor]:
+        """Say what rows from ``start`` on see."""
+        case = self.case
+        return Terms(left=case.left, right=case.right, offset=start, kv_stop=case.kv_stop, alibi_slopes=slopes)
+
     def _formula(self, inputs: Inputs, dtype: torch.dtype) -> Results:
         """Run the untiled formula on the sampled rows; lse in float32 at least, as the budget has it."""
         q, k, v = (x.to(self._home, dtype) for x in inputs[:3])
@@ -80,12 +85,12 @@ class Judge:
         parts: list[list[torch.Tensor]] = []
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for start, stop in self.rows:
-            terms = Terms(self.case.left, self.case.right, start, 0, self.case.kv_stop, alibi_slopes=slopes)
+            terms = self._terms(start, slopes)
             rows = q[:, :, start:stop]
             out, lse = naive(torch, rows, k, v, terms)
             if exact != dtype:
-                wide = None if slopes is None else slopes.to(exact)
-                lse = naive(torch, rows.to(exact), k.to(exact), v.to(exact), terms._replace(alibi_slopes=wide))[1]
+                wide = self._terms(start, None if slopes is None else slopes.to(exact))
+                lse = naive(torch, rows.to(exact), k.to(exact), v.to(exact), wide)[1]
             parts.append([out, lse])
             if self.d_out is not None:
                 grads = naive_backward(
