@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 Array = TypeVar("Array", "np.ndarray", "torch.Tensor")
 
 
-class Terms(NamedTuple, Generic[Array]):
+@dataclass(frozen=True)
+class Terms(Generic[Array]):
     """Everything beside q, k and v that shapes the result. Defaults leave plain attention.
 
     ``offset``, ``kv_start`` and ``kv_stop`` are ints or (batch,) arrays; ``bias``, ``mask`` and ``keep`` broadcast to
@@ -51,7 +53,8 @@ class Terms(NamedTuple, Generic[Array]):
     dropout: float = 0.0
 
 
-class Grads(NamedTuple, Generic[Array]):
+@dataclass(frozen=True)
+class Grads(Generic[Array]):
     """The gradients, each in its input's shape; None where there was no such input."""
 
     dq: Array
@@ -61,7 +64,8 @@ class Grads(NamedTuple, Generic[Array]):
     dsink: Array | None
 
 
-class _Scores(NamedTuple, Generic[Array]):
+@dataclass(frozen=True)
+class _Scores(Generic[Array]):
     score: Array  # (batch, heads_kv, group, len_q, len_kv), -inf where hidden
     slope: Array | float  # derivative of the softcap
     q: Array  # (batch, heads_kv, group, len_q, dim_qk), unscaled
@@ -268,8 +272,11 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Ten
         exact = sum_dtype(out.dtype)
         if exact != out.dtype:
             q, k, v = (x.to(exact) for x in (piece.q, piece.k, piece.v))
-            moved = [x.to(exact) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in piece.terms]
-            terms: Terms[torch.Tensor] = Terms(*moved)  # type: ignore[arg-type]  # in the order of its fields
+            bias, slopes, sink = (
+                None if x is None else x.to(exact)
+                for x in (piece.terms.bias, piece.terms.alibi_slopes, piece.terms.sink)
+            )
+            terms = replace(piece.terms, bias=bias, alibi_slopes=slopes, sink=sink)
             part = part[0], naive(torch, q, k, v, terms)[1]
         if problem.kind == "dense":
             out.copy_(part[0])
@@ -312,10 +319,10 @@ def backward(
 def _add(problem: Problem, piece: _Piece, grads: Grads[torch.Tensor], total: list[torch.Tensor | None]) -> None:
     """Add one piece's gradients to the whole call's."""
     places: list[object] = [Ellipsis] * 5
-    parts: list[torch.Tensor | None] = list(grads)
+    parts: list[torch.Tensor | None] = [grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink]
     if problem.kind == "varlen":
         places = [piece.rows, piece.keys, piece.keys, (slice(None), piece.rows, slice(piece.k.shape[2])), Ellipsis]
-        parts[:3] = [part[0].transpose(0, 1) for part in grads[:3]]
+        parts[:3] = [part[0].transpose(0, 1) for part in (grads.dq, grads.dk, grads.dv)]
         parts[3] = None if grads.dbias is None else grads.dbias[0]
         if grads.dsink is not None and grads.dsink.ndim == 2:
             places[4], parts[4] = piece.sequence, grads.dsink[0]
@@ -334,7 +341,8 @@ def _pieces(problem: Problem, tensors: Tensors) -> Iterator[_Piece]:
         return None if x is None else x.to(q.dtype)
 
     if problem.kind == "dense":
-        terms = shared._replace(
+        terms = replace(
+            shared,
             offset=band.offset(problem.len_q, problem.len_kv),
             kv_start=0 if tensors.kv_start is None else tensors.kv_start,
             kv_stop=tensors.kv_stop,
@@ -358,7 +366,8 @@ def _pieces(problem: Problem, tensors: Tensors) -> Iterator[_Piece]:
             cast(x if x is None or x.ndim == 1 else x[sequence : sequence + 1])
             for x in (tensors.alibi_slopes, tensors.sink)
         ]
-        terms = shared._replace(
+        terms = replace(
+            shared,
             offset=band.offset(len_q, len_kv),
             alibi_slopes=per_head[0],
             bias=None if tensors.bias is None else cast(tensors.bias[None, :, rows, :len_kv]),
