@@ -279,6 +279,8 @@ def test_dtypes_and_objects_that_kernels_do_not_know_are_refused_in_words() -> N
     variant = launch.Launcher(Recorder()).variant(scaled, {"BLOCK": 16}, Options())
     with pytest.raises(ValueError, match=r"cannot take x_ptr in torch.complex64; kernels know float16, .*int64"):
         variant((1,), (torch.empty(4, dtype=torch.complex64), 4, 1.0))
+    with pytest.raises(TypeError, match="must be a tensor; got None"):
+        variant((1,), (None, 4, 1.0))
     out = torch.empty(4)
     with pytest.raises(TypeError, match="cannot take left = 'three'"):
         run(launch.Launcher(Recorder()), (out, out, out, 1, 4, "three", 1.0, 1.0, True, None))  # type: ignore[arg-type]

@@ -10,7 +10,8 @@ questions whose answers do not change:
 3. a call fills that block and calls ``cuLaunchKernelEx``.
 
 Kernels say in their annotations what type their numbers have; without one, an argument is a pointer, or an i32 or fp32
-that may also be None. Values never choose a variant: what a kernel may know of them is among its constants.
+that may also be None. Values never choose a variant: what a kernel may know of them is among its constants. That all
+tensors lie on one device is checked when a variant is bound and not again: callers have checked it before.
 
 Elsewhere the call goes to Triton: on AMD GPUs to its launcher, which does compile C code, and under TRITON_INTERPRET=1
 to its interpreter.
@@ -292,7 +293,15 @@ class Form(NamedTuple):
 
     @staticmethod
     def of(arguments: Sequence[Argument]) -> Form:
-        """Take the form of these arguments."""
+        """Take the form of these arguments.
+
+        Raises:
+            TypeError: the first is no tensor, so that nothing says where to run.
+        """
+        if not isinstance(arguments[0], torch.Tensor):
+            raise TypeError(
+                f"a kernel runs where its first argument is, so that must be a tensor; got {arguments[0]!r}"
+            )
         passed = [place for place, argument in enumerate(arguments) if argument is not None]
         pointers = [number for number, place in enumerate(passed) if isinstance(arguments[place], torch.Tensor)]
         return Form(itemgetter(*passed, passed[0]), pointers, {})
