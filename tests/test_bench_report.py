@@ -211,7 +211,7 @@ def test_who_does_not_agree_on_the_real_input_is_shown_and_makes_the_report_unso
     found, _ = real_input.agreement("cpu", "float32", (causal, KNOWN["sdpa/math"]))
     assert [(entry.name, entry.agrees) for entry in found] == [("naive", False), ("sdpa/math", True)]
     assert not report_of(real_input=found).sound
-    assert show.agreement_table(found, "").rows[0][-1] == "NO"
+    assert show.agreement_table(found).rows[0][-1] == "NO"
 
 
 def test_an_installation_without_the_capture_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

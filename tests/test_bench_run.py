@@ -245,6 +245,28 @@ def test_five_minutes_are_kept_and_what_is_dropped_for_them_says_so(speed: float
 
 
 @pytest.mark.usefixtures("_quick")
+def test_what_is_slow_only_the_first_time_is_timed_all_the_same() -> None:
+    clock = FakeClock()
+
+    class Compiled(Worker):
+        def outcome(self, d_out: torch.Tensor | None) -> Outcome:
+            clock.now, self.cold = clock.now + self.cold, 0.0
+            return super().outcome(d_out)
+
+        cold = 2.0
+
+    def compiled(name: str) -> Implementation:
+        def prepare(case: Case, inputs: Inputs) -> Run:
+            return Compiled(clock, 0.001, KNOWN["naive"].prepare(case, inputs))
+
+        return replace(KNOWN["naive"], name=name, prepare=prepare)
+
+    known = [compiled(f"peer/{letter}") for letter in "abcde"]
+    report = Bench(settings(lengths=(16, 32, 64, 128), seconds=100.0), known, clock=clock).run()
+    assert {row.status for row in report.rows} == {"ok"}
+
+
+@pytest.mark.usefixtures("_quick")
 def test_rounds_take_turns() -> None:
     clock, order = FakeClock(), []
 

@@ -49,11 +49,12 @@ class Budget:
         return self.left * self._weights[group] / later if later else self.left
 
     def limit(self, group: int) -> float:
-        """Give the seconds that this group may take at the most: twice its share.
+        """Give the seconds that this group may take at the most: twice its share, or a quarter of what is left.
 
-        So what is slow at one length does not take the time of what is quick at the next.
+        So what is slow at one length does not take the time of what is quick at the next, and a first length has the
+        time that compiling and warming up take.
         """
-        return min(self.left, 2 * self.share(group))
+        return min(self.left, max(2 * self.share(group), self.left / 4))
 
 
 def admit(estimates: Mapping[str, float], left: float) -> dict[str, float]:

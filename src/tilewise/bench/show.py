@@ -42,11 +42,15 @@ class Table:
         """Write it in Markdown."""
         rule = ["---" if index in self.left else "---:" for index in range(len(self.columns))]
         lines = ["| " + " | ".join(cells) + " |" for cells in (self.columns, rule, *self.rows)]
-        return "\n".join([f"**{self.title}**", "", *lines])
+        return "\n".join([*([f"**{self.title}**", ""] if self.title else []), *lines])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = RichTable(
-            title=self.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+            title=self.title or None,
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
         )
         for index, name in enumerate(self.columns):
             table.add_column(name, justify="left" if index in self.left else "right", no_wrap=True)
@@ -65,7 +69,8 @@ def blocks(report: Report) -> Iterator[Table | str]:
     if report.settings.get("window") is not None or report.settings.get("alibi"):
         yield from (table for which in report.chosen if (table := memory_table(report, which)).rows)
     if report.real_input:
-        yield agreement_table(report.real_input, report.real_input_note)
+        yield f"real input: {report.real_input_note}"
+        yield agreement_table(report.real_input)
     yield "\n".join(summary(report))
 
 
@@ -139,8 +144,8 @@ def footnotes(report: Report) -> Iterator[str]:
         lines.append(
             "* is what tilewise takes by itself. ms: median, and 20th to 80th percentile, of interleaved rounds. "
             "x SDPA: speed against the fastest of SDPA's kernels. extra MiB: peak beyond q, k, v; results and dense "
-            "masks included. error: the worst tensor's largest error against float64 (m: its mean error), beside what "
-            "it may be. model ms: the least time by the counting model on the measured roof, said before the run."
+            "masks included. error: the largest error against float64 of out, or of the worst gradient, beside what it "
+            "may be. model ms: the least time by the counting model on the measured roof, said before the run."
         )
     lines += report.notes
     yield "\n".join(lines)
@@ -169,9 +174,9 @@ def memory_table(report: Report, which: str) -> Table:
     return table
 
 
-def agreement_table(found: Sequence[Agreement], note: str) -> Table:
+def agreement_table(found: Sequence[Agreement]) -> Table:
     """Say who agrees on the real input."""
-    table = Table(f"real input: {note}", ("", "implementation", "worst tensor", "error", "budget", "agree"), (1, 2))
+    table = Table("", ("", "implementation", "worst tensor", "error", "budget", "agree"), (1, 2))
     for entry in found:
         worst = entry.worst
         told = worst.tensor if worst else entry.note
@@ -188,10 +193,9 @@ def summary(report: Report) -> Iterator[str]:
             mine = " (its own choice)" if name == f"tilewise/{report.chosen[which]}" else ""
             if timed:
                 best, worst = max(timed, key=lambda pair: pair[0]), min(timed, key=lambda pair: pair[0])
-                yield (
-                    f"{name}{mine}, {which}: {best[0]:.2f} times the speed of SDPA's fastest kernel at best "
-                    f"(N={best[1].length}), {worst[0]:.2f} times at worst (N={worst[1].length})"
-                )
+                told = f"{name}{mine}, {which}: {best[0]:.2f} times the speed of SDPA's fastest kernel"
+                at = f" at best (N={best[1].length}), {worst[0]:.2f} times at worst (N={worst[1].length})"
+                yield told + (at if len(timed) > 1 else f" (N={best[1].length})")
             untimed = [f"N={row.length} {UNUSUAL[row.status]}" for row in rows if row.status != "ok"]
             if untimed:
                 yield f"{name}, {which}: not timed: {', '.join(untimed)}"
@@ -226,11 +230,5 @@ def mebibytes(size: int | None) -> str:
 
 
 def error_cells(error: TensorError | None) -> tuple[str, str]:
-    """Write an error and its budget: the maximum's, or the mean's where that is nearer to its bound."""
-    if error is None:
-        return "", ""
-    by_max = error.max / error.max_budget if error.max_budget else 0.0
-    by_mean = error.mean / error.mean_budget if error.mean_budget else 0.0
-    if by_mean > by_max:
-        return f"m {error.mean:.1e}", f"{error.mean_budget:.1e}"
-    return f"{error.max:.1e}", f"{error.max_budget:.1e}"
+    """Write a tensor's largest error and its budget."""
+    return ("", "") if error is None else (f"{error.max:.1e}", f"{error.max_budget:.1e}")
