@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tilewise.problem.cache import CacheTensors
     from tilewise.problem.problem import Grads, Needs, Problem, Tensors
 
-BACKENDS = ("torch_sdpa", "torch_tiled")  # in the order of preference
-ON_REQUEST = ("naive",)  # only when named: to compare with and to read
+BACKENDS = ("triton_portable", "torch_sdpa", "torch_tiled")  # in the order of preference
+ON_REQUEST = ("naive", "numpy_tiled")  # only when named: to compare with and to read
 ENVIRONMENT = "TILEWISE_BACKEND"
 
 _chosen: ContextVar[str | None] = ContextVar("tilewise_backend", default=None)

@@ -18,6 +18,8 @@ import triton.language as tl
 class Jitted(Protocol):
     """A function compiled for the device: ``kernel[grid](*arguments)`` launches it."""
 
+    arg_names: list[str]
+
     def __call__(self, *arguments: object) -> object:
         """Call it from another function on the device."""
 

@@ -17,10 +17,10 @@ from tilewise.kernels.triton.steps import (
     LN2,
     LOG2E,
     base_of,
-    block_ranges,
     exponent_factor,
     finish_score,
     is_kept,
+    key_blocks,
     key_range,
     load_rows,
     option,
@@ -29,6 +29,7 @@ from tilewise.kernels.triton.steps import (
     scalar_of,
     store_rows,
     visible_pairs,
+    zero_unseen,
 )
 
 
@@ -50,10 +51,8 @@ def attend(
         v = load_rows(v_matrix, start, seen_start, seen_stop, DIM_V, BLOCK_KV, BLOCK_DIM_V, MASKED, UNIT)
         if MASKED:
             visible = visible_pairs(q_pos, kv_pos, place, left, right, mask)
-            if len(mask) > 0:  # what the dense mask hides from all of these queries may hold anything
-                used = (tl.max(visible.to(tl.int32), 0) > 0)[:, None]
-                k = tl.where(used, k, 0.0)
-                v = tl.where(used, v, 0.0)
+            if len(mask) > 0:
+                k, v = zero_unseen(k, visible), zero_unseen(v, visible)
         score = tl.dot(q, k.T, input_precision=PRECISION)
         score, _ = finish_score(score, q_pos, kv_pos, place, score_with, EXACT, PACKED)
         if MASKED:
@@ -112,7 +111,7 @@ def attention_forward(
     different rows; len_q and len_kv then count all tokens.
     """
     PACKED: tl.constexpr = cu_q_ptr is not None
-    BARE: tl.constexpr = mask_ptr is None  # a dense mask may hide anything anywhere
+    BARE: tl.constexpr = mask_ptr is None
     HEAD_MASKED: tl.constexpr = left is not None or kv_start_ptr is not None or mask_ptr is not None
     program = tl.program_id(0)
     tile = tiles - 1 - program % tiles  # late queries see most keys when causal: longest first
@@ -128,11 +127,8 @@ def attention_forward(
 
     offset = 0 if TOP_LEFT else len_kv - len_q
     kv_start, kv_stop = key_range(sequence, kv_start_ptr, kv_stop_ptr, len_kv, left, right)
-    q_stop = tl.minimum(q_start + BLOCK_Q, len_q)
-    edges = block_ranges(q_start, q_stop, kv_start, kv_stop, left, right, offset, BLOCK_KV)
-    if not BARE:
-        edges = (edges[0], edges[3], edges[3], edges[3])
-    seen = block_ranges(q_start, q_stop, kv_start, kv_stop, left, right, offset, 1)
+    place = (len_q, kv_start, kv_stop, offset)
+    edges, seen = key_blocks(q_start, place, left, right, BLOCK_Q, BLOCK_KV, BARE)
 
     q = base_of(q_ptr, sequence, head, q_base, q_batch_stride, q_head_stride, q_row_stride, UNIT)
     k = base_of(k_ptr, sequence, head // group, kv_base, k_batch_stride, k_head_stride, k_row_stride, UNIT)
@@ -151,14 +147,16 @@ def attention_forward(
 
     q_pos = (q_start + tl.arange(0, BLOCK_Q))[:, None]
     q = load_rows((q, q_row_stride, q_dim_stride), q_start, 0, len_q, DIM_QK, BLOCK_Q, BLOCK_DIM_QK, True, UNIT)
-    q = tl.where(scale < 0, -q, q)  # the sign goes to q, exactly, so that row_max may compare before scaling
+    # The sign goes to q, exactly, so that row_max may compare before scaling; and 0 * -inf must not be.
+    q = tl.where(scale < 0, -q, q)
+    factor = tl.maximum(tl.abs(scale), 1e-30)
     state = fresh_state(BLOCK_Q, BLOCK_DIM_V)
     for part in tl.static_range(3):  # masked, bare, masked
         if HEAD_MASKED if part == 0 else BARE:
             state = attend(
                 q, (k, k_row_stride, k_dim_stride), (v, v_row_stride, v_dim_stride), q_pos, state,
-                (len_q, kv_start, kv_stop, offset), left, right, (seen[0], seen[3]),
-                (tl.abs(scale), option(softcap), bias, alibi), mask, drop, edges[part], edges[part + 1],
+                place, left, right, seen, (factor, option(softcap), bias, alibi), mask, drop,
+                edges[part], edges[part + 1],
                 part != 1, DIM_QK, DIM_V, BLOCK_KV, BLOCK_DIM_QK, BLOCK_DIM_V, UNIT, EXACT, PACKED, PRECISION,
             )  # fmt: skip
     if len(sink) > 0:

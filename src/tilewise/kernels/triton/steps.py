@@ -87,6 +87,34 @@ def key_range(sequence, kv_start_ptr, kv_stop_ptr, len_kv, left, right):
     return kv_start, kv_stop
 
 
+@triton.jit
+def key_blocks(q_start, place, left, right, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BARE: tl.constexpr):
+    """Give the edges of the blocks of keys for a tile of queries (masked, bare, masked), and the keys that it sees.
+
+    Without BARE all blocks are masked: a dense mask may hide anything anywhere.
+    """
+    len_q, kv_start, kv_stop, offset = place
+    q_stop = tl.minimum(q_start + BLOCK_Q, len_q)
+    edges = block_ranges(q_start, q_stop, kv_start, kv_stop, left, right, offset, BLOCK_KV)
+    seen = block_ranges(q_start, q_stop, kv_start, kv_stop, left, right, offset, 1)
+    if not BARE:
+        edges = (edges[0], edges[3], edges[3], edges[3])
+    return edges, (seen[0], seen[3])
+
+
+@triton.jit
+def query_blocks(tile_start, place, left, right, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BARE: tl.constexpr):
+    """Give the same for a tile of keys: the blocks of queries and the queries that see it."""
+    len_q, kv_start, kv_stop, offset = place
+    kv_first, kv_last = tl.maximum(tile_start, kv_start), tl.minimum(tile_start + BLOCK_KV, kv_stop)
+    q_stop = tl.where(kv_first < kv_last, len_q, 0)
+    edges = block_ranges(kv_first, kv_last, 0, q_stop, right, left, -offset, BLOCK_Q)
+    seen = block_ranges(kv_first, kv_last, 0, q_stop, right, left, -offset, 1)
+    if not BARE:
+        edges = (edges[0], edges[3], edges[3], edges[3])
+    return edges, (seen[0], seen[3])
+
+
 # ---- tiles ----------------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +244,13 @@ def visible_pairs(q_pos, kv_pos, place, left, right, mask):
     if len(mask) > 0:
         visible = visible & (load_pairs(mask, q_pos, kv_pos, len_q, False) != 0)
     return visible
+
+
+@triton.jit
+def zero_unseen(rows, visible):
+    """Zero the keys or values (block_kv, dim) that no query of the tile sees: 0 * NaN would spread."""
+    seen = (tl.max(visible.to(tl.int32), 0) > 0)[:, None]
+    return tl.where(seen, rows, tl.zeros_like(rows))
 
 
 @triton.jit

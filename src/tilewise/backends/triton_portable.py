@@ -1,0 +1,341 @@
+"""The kernels in plain Triton: every GPU that Triton compiles for, and any CPU under Triton's interpreter.
+
+This file chooses tiles, allocates results and lays the arguments out; what is computed stands in ``kernels/triton``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilewise.backends.outputs import empty_lse, empty_out
+from tilewise.machine.detect import detect
+from tilewise.machine.tiles import Kind, Tiles, default_tiles, padded_dim
+from tilewise.problem.problem import Grads, Needs, Problem, Tensors
+
+if TYPE_CHECKING:
+    from tilewise.kernels.share import Jitted
+    from tilewise.machine.device import Capability
+
+name = "triton_portable"
+
+KINDS: tuple[Kind, ...] = ("forward", "backward")
+_MOST_POSITIONS = 2**30  # positions are int32 in the kernels, and a band adds two of them
+
+
+def why_not(problem: Problem) -> str | None:
+    """Say why these kernels cannot serve a problem, or None."""
+    if problem.kind == "cache":
+        return "has no cache form"
+    if problem.device_type not in ("cuda", "cpu"):
+        return f"runs on GPUs of NVIDIA and AMD; got {problem.device_type}"
+    if problem.device_type == "cpu" and not _interpreting():
+        return "needs a GPU; on a CPU only under TRITON_INTERPRET=1"
+    if not _has_triton():
+        return "triton is not installed"
+    if problem.dtype == "float64":
+        return "has no float64"
+    if problem.device_type == "cpu" and problem.dtype == "bfloat16":
+        return "Triton's interpreter multiplies no bfloat16"
+    if "block_table" in problem.specs:
+        return "has no paged keys"
+    if max(problem.len_q, problem.len_kv) > _MOST_POSITIONS:
+        return f"counts at most {_MOST_POSITIONS} positions"
+    capability = _capability(problem.device)
+    if isinstance(capability, tuple) and capability < (7, 5):
+        return f"needs compute capability 7.5 or newer; got {capability[0]}.{capability[1]}"
+    if isinstance(capability, tuple) and capability < (8, 0) and problem.dtype == "bfloat16":
+        return f"bfloat16 needs compute capability 8.0 or newer; got {capability[0]}.{capability[1]}"
+    if problem.is_empty:
+        return None
+    try:
+        for kind in KINDS:
+            _tiles(problem, kind)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def tiles(problem: Problem) -> Tiles:
+    """Give the tile sizes and launch settings of the forward pass."""
+    return _tiles(problem, "forward")
+
+
+def _tiles(problem: Problem, kind: Kind) -> Tiles:
+    dims = max(problem.dim_qk, 1), max(problem.dim_v, 1)
+    return default_tiles(_capability(problem.device), *dims, problem.itemsize, kind)
+
+
+def precision(problem: Problem) -> str:
+    """Give the way float32 is multiplied: exactly, unless torch allows tf32. Narrower types know but one way."""
+    return "tf32" if problem.dtype == "float32" and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute out and lse of a dense or varlen problem; `tilewise.attention` gives the shapes."""
+    from tilewise.kernels.triton.forward import attention_forward
+
+    out, lse = empty_out(tensors.q, problem.dim_v, problem.layout), empty_lse(tensors.q)
+    sizes = tiles(problem)
+    unit = _unit(tensors.q, tensors.k, tensors.v, out)
+    arguments = {
+        "lse_ptr": lse,
+        **_row_strides(problem, lse=lse),
+        **_matrices(problem, unit, q=tensors.q, k=tensors.k, v=tensors.v, out=out),
+        **_features(problem, tensors),
+        **_constants(problem, sizes, unit),
+    }
+    count = _tile_count(problem, problem.total_q, sizes.block_q)
+    programs = count * problem.heads_q * _entries(problem)
+    _launch(attention_forward, programs, arguments | {"tiles": count}, sizes, tensors.q.device)
+    return out, lse
+
+
+def backward(
+    problem: Problem,
+    tensors: Tensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    d_out: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
+    needs: Needs,
+) -> Grads:
+    """Differentiate `forward`, recomputing each tile of p from lse; d_out or d_lse may be None for zero."""
+    from tilewise.kernels.triton import backward as kernels
+
+    q, k, v = tensors.q, tensors.k, tensors.v
+    sizes = _tiles(problem, "backward")
+    d_out = torch.zeros_like(out[:1, :1, :1]).expand_as(out) if d_out is None else d_out.to(out.dtype)
+    dq, dk, dv = (
+        torch.empty_like(x) if need else None for x, need in zip((q, k, v), (needs.dq, needs.dk, needs.dv), strict=True)
+    )
+    saved = lse.new_empty(2 * lse.numel() + max(sizes.block_q, sizes.block_kv))  # kernels.load_saved says why
+    given = [x for x in (q, k, v, out, d_out, dq, dk, dv) if x is not None]
+    unit = _unit(*given)
+    arguments = {
+        **_matrices(problem, unit, q=q, k=k, v=v, out=out, d_out=d_out, dq=dq, dk=dk, dv=dv),
+        **_features(problem, tensors),
+        **_constants(problem, sizes, unit),
+        "lse_ptr": lse,
+        "d_lse_ptr": d_lse,
+        "saved_ptr": saved,
+        **_row_strides(problem, lse=lse, d_lse=lse if d_lse is None else d_lse),
+        "saved_batch_stride": 0 if problem.kind == "varlen" else problem.heads_q * problem.total_q,
+        "saved_head_stride": problem.total_q,
+        "saved_plane_stride": lse.numel(),
+    }
+    heads = problem.heads_q * _entries(problem)
+
+    def launch(kernel: Jitted, programs: int, **more: Argument) -> None:
+        _launch(kernel, programs, arguments | more, sizes, q.device)
+
+    rows = -(-problem.total_q // sizes.block_q)
+    launch(kernels.prepare_rows, rows * heads, tiles=rows)
+    if dk is not None or dv is not None:
+        # The blocks exchanged: what a program owns is block_q, what it walks over is block_kv.
+        count = _tile_count(problem, problem.total_kv, sizes.block_q)
+        exchanged = {"BLOCK_Q": sizes.block_kv, "BLOCK_KV": sizes.block_q}
+        launch(kernels.key_gradients, count * heads // problem.group, tiles=count, **exchanged)
+    if dq is not None:
+        count = _tile_count(problem, problem.total_q, sizes.block_q)
+        launch(kernels.query_gradients, count * heads, tiles=count)
+    dbias = _bias_gradient(problem, tensors.bias, sizes, launch) if needs.dbias and tensors.bias is not None else None
+    dsink = _sink_gradient(problem, tensors.sink, launch) if needs.dsink and tensors.sink is not None else None
+    return Grads(dq, dk, dv, dbias, dsink)
+
+
+def _bias_gradient(problem: Problem, bias: torch.Tensor, sizes: Tiles, launch: Callable[..., None]) -> torch.Tensor:
+    """Sum ds over the axes along which the bias was broadcast; tokens behind the last packed sequence get 0."""
+    from tilewise.kernels.triton.backward_bias import bias_gradient
+
+    dbias = torch.zeros_like(bias, memory_format=torch.contiguous_format)
+    target = dbias[(None,) * (4 - bias.ndim)]
+    has_batch, has_heads, has_q, has_kv = (size > 1 for size in target.shape)
+    varlen = problem.kind == "varlen"
+    width = bias.shape[-1] if varlen else problem.len_kv
+    q_tiles, kv_tiles = _tile_count(problem, problem.total_q, sizes.block_q), -(-width // sizes.block_kv)
+    spans = {
+        "sequence_span": 1 if has_batch or varlen else problem.batch,
+        "head_span": 1 if has_heads else problem.heads_q,
+        "q_span": 1 if has_q or varlen else q_tiles,
+        "kv_span": 1 if has_kv or varlen else kv_tiles,
+    }
+    whole = _entries(problem) * problem.heads_q * q_tiles * kv_tiles
+    launch(
+        bias_gradient,
+        whole // math.prod(spans.values()),
+        **spans,
+        **_pairs(problem, "dbias", dbias),
+        q_tiles=q_tiles,
+        kv_tiles=kv_tiles,
+        Q_SUM=not (has_q or varlen),
+        KV_SUM=not (has_kv or varlen),
+    )
+    return dbias
+
+
+def _sink_gradient(problem: Problem, sink: torch.Tensor, launch: Callable[..., None]) -> torch.Tensor:
+    """Sum over the rows of each sequence on the device, then over the sequences that shared a sink."""
+    from tilewise.kernels.triton.backward_bias import sink_gradient
+
+    dsink = torch.empty((problem.batch, problem.heads_q), dtype=torch.float32, device=sink.device)
+    launch(sink_gradient, problem.batch * problem.heads_q, dsink_ptr=dsink)
+    return (dsink.sum(0) if sink.ndim == 1 else dsink).to(sink.dtype)
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+Argument = torch.Tensor | int | float | str | bool | None
+Arguments = dict[str, Argument]
+
+
+def _matrices(problem: Problem, unit: int, **matrices: torch.Tensor | None) -> Arguments:
+    """Give the pointer and the strides of q, k, v and their like; a varlen tensor is one batch entry."""
+    arguments: Arguments = {}
+    for label, x in matrices.items():
+        batch, head, row, dim = (0, 0, 0, 0) if x is None else _strides(x, problem)
+        arguments[f"{label}_ptr"] = x
+        arguments[f"{label}_batch_stride"] = batch // unit
+        arguments[f"{label}_head_stride"] = head // unit
+        arguments[f"{label}_row_stride"] = row // unit
+        arguments[f"{label}_dim_stride"] = dim
+    return arguments
+
+
+def _strides(x: torch.Tensor, problem: Problem) -> tuple[int, int, int, int]:
+    """Give the strides along (batch, heads, len, dim)."""
+    if problem.kind == "varlen":
+        row, head, dim = x.stride()
+        return 0, head, row, dim
+    batch, head, row, dim = x.stride()
+    return batch, head, row, dim
+
+
+def _unit(*matrices: torch.Tensor) -> int:
+    """Give the elements in 16 bytes where all of these can be loaded 16 bytes at a time, else 1."""
+    unit = 16 // matrices[0].element_size()
+    for x in matrices:
+        if x.data_ptr() % 16 or x.stride(-1) != 1 or any(stride % unit for stride in x.stride()[:-1]):
+            return 1
+    return unit
+
+
+def _row_strides(problem: Problem, **rows: torch.Tensor) -> Arguments:
+    """Give the strides of lse and its like: (batch, heads, len), varlen (heads, total)."""
+    arguments: Arguments = {}
+    for label, x in rows.items():
+        batch, head, row = (0, *x.stride()) if problem.kind == "varlen" else x.stride()
+        arguments |= {f"{label}_batch_stride": batch, f"{label}_head_stride": head, f"{label}_row_stride": row}
+    return arguments
+
+
+def _features(problem: Problem, tensors: Tensors) -> Arguments:
+    """Give what the options add: None for each that is absent, so that no code is made for it."""
+    score, band = problem.score, problem.mask.band
+    cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    dropout = problem.dropout if problem.dropout and tensors.seed is not None else None
+    mask = None if tensors.mask is None else tensors.mask.view(torch.uint8)
+    return {
+        "kv_start_ptr": tensors.kv_start,
+        "kv_stop_ptr": tensors.kv_stop,
+        "cu_q_ptr": cu_q,
+        "cu_k_ptr": cu_q if cu_k is None else cu_k,
+        "seed_ptr": None if dropout is None else tensors.seed,
+        "dropout": dropout,
+        "softcap": score.softcap or None,
+        "scale": score.scale,
+        "left": _clip(band.left, problem),
+        "right": _clip(band.right, problem),
+        "batch": problem.batch,
+        "heads": problem.heads_q,
+        "group": problem.group,
+        "len_q": problem.total_q,
+        "len_kv": problem.total_kv,
+        "bias_width": problem.len_kv if tensors.bias is None or problem.kind == "dense" else tensors.bias.shape[-1],
+        **_pairs(problem, "bias", tensors.bias),
+        **_pairs(problem, "mask", mask),
+        **_per_head("sink", tensors.sink),
+        **_per_head("slopes", tensors.alibi_slopes),
+    }
+
+
+def _clip(side: int | None, problem: Problem) -> int | None:
+    """Hold a side of the band to what no query and key of the problem can exceed, so that sums stay within int32."""
+    most = problem.total_q + problem.total_kv
+    return None if side is None else max(-most, min(side, most))
+
+
+def _pairs(problem: Problem, label: str, x: torch.Tensor | None) -> Arguments:
+    """Give the pointer and strides of a bias or a mask along (batch, heads, len_q, len_kv), 0 where it broadcasts."""
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    if x is not None and problem.kind == "varlen":
+        strides = (0, *x.expand(problem.heads_q, -1, -1).stride())
+    elif x is not None:
+        strides = x.expand(problem.batch, problem.heads_q, problem.len_q, problem.len_kv).stride()
+    axes = ("batch", "head", "q", "kv")
+    return {f"{label}_ptr": x, **{f"{label}_{axis}_stride": n for axis, n in zip(axes, strides, strict=True)}}
+
+
+def _per_head(label: str, x: torch.Tensor | None) -> Arguments:
+    """Give the pointer and strides of a tensor of (heads_q,) or (batch, heads_q)."""
+    batch, head = (0, 0) if x is None else (0, *x.stride())[-2:]
+    return {f"{label}_ptr": x, f"{label}_batch_stride": batch, f"{label}_head_stride": head}
+
+
+def _constants(problem: Problem, sizes: Tiles, unit: int) -> Arguments:
+    """Give what a kernel is compiled for."""
+    exact = problem.dtype == "float32"
+    return {
+        "DIM_QK": problem.dim_qk,
+        "DIM_V": problem.dim_v,
+        "BLOCK_Q": sizes.block_q,
+        "BLOCK_KV": sizes.block_kv,
+        "BLOCK_DIM_QK": padded_dim(problem.dim_qk),
+        "BLOCK_DIM_V": padded_dim(problem.dim_v),
+        "UNIT": unit,
+        "TOP_LEFT": problem.mask.band.align == "top_left",
+        "EXACT": exact,
+        "PRECISION": precision(problem),
+    }
+
+
+def _tile_count(problem: Problem, total: int, block: int) -> int:
+    """Count the tiles of rows. The host never reads how long packed sequences are: each may end in a part of a tile."""
+    return -(-total // block) + (problem.batch if problem.kind == "varlen" else 0)
+
+
+def _entries(problem: Problem) -> int:
+    """Count the entries along the batch axis as the kernels see it: packed sequences are one."""
+    return 1 if problem.kind == "varlen" else problem.batch
+
+
+# ---- launching ------------------------------------------------------------------------------------------------------
+
+
+def _launch(kernel: Jitted, programs: int, arguments: Arguments, sizes: Tiles, device: torch.device) -> None:
+    """Launch a kernel on the tensors' device and its current stream, with those of the arguments that it takes."""
+    known = {label: arguments[label] for label in kernel.arg_names}
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[(programs,)](**known, num_warps=sizes.num_warps, num_stages=sizes.num_stages)
+
+
+@cache
+def _capability(device: str) -> Capability:
+    return detect(device).capability if device.startswith("cuda") else None
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _interpreting() -> bool:
+    """Say whether Triton interprets kernels; it reads the variable when it is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
