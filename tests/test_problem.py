@@ -258,8 +258,6 @@ BAD: tuple[Bad, ...] = (
      "bias must have a column for each key of the longest sequence; got 6 columns, 7 keys"),
     ("varlen", {"sink": zeros(3, 4)}, VALUE,
      "sink must have shape (heads_q,) = (4,) or (batch, heads_q) = (2, 4); got (3, 4)"),
-    ("varlen", {"window": (1,)}, VALUE, "window must be (left, right); got 1 sides"),
-    ("varlen", {"dropout": "0.1"}, TYPE, "dropout must be a number; got str '0.1'"),
     ("paged", {"k": zeros(12, 2, 16)}, VALUE,
      "k must have 4 axes (pages, page_size, heads_kv, dim); got k (12, 2, 16)"),
     ("paged", {"cu_seqlens_k": None}, VALUE, "block_table needs cu_seqlens_k; got None"),
@@ -274,6 +272,8 @@ BAD: tuple[Bad, ...] = (
      "sequence 1 needs 2 pages of 4 tokens; got 1 in block_table"),
     ("explained", {"k": zeros(6, 4, 2, 16, grad=True)}, VALUE,
      "keys and values in pages get no gradient; got k with requires_grad=True"),
+    ("paged", {"v": zeros(6, 4, 2, 24, grad=True)}, VALUE,
+     "keys and values in pages get no gradient; got v with requires_grad=True"),
     # ---- decoding ----
     ("kvcache", {"q": zeros(2, 4, 16)}, VALUE, "q must have 4 axes (batch, len_q, heads_q, dim_qk); got q (2, 4, 16)"),
     ("kvcache", {"q": None}, TYPE, "q must be a torch tensor; got NoneType"),
@@ -312,16 +312,18 @@ BAD: tuple[Bad, ...] = (
     ("kvcache", {"cache_seqlens": ints(3)}, VALUE, "cache_seqlens must have shape (batch,) = (2,); got (1,)"),
     ("kvcache", {"cache_seqlens": ints(3, 9)}, VALUE,
      "sequence 1 must fit the cache's capacity of 8; got 9 cached and 0 new tokens"),
-    ("kvcache", {"cache_seqlens": -1}, VALUE,
-     "sequence 0 must fit the cache's capacity of 8; got -1 cached and 0 new tokens"),
-    ("kvcache", {"cache_seqlens": 3.5}, TYPE, "cache_seqlens must be an int or a tensor of ints; got float 3.5"),
-    ("kvcache", {"cache_seqlens": True}, TYPE, "cache_seqlens must be an int or a tensor of ints; got bool True"),
+    ("kvcache", {"cache_seqlens": -1}, VALUE, "cache_seqlens must count the tokens held; got -1"),
+    ("kvcache", {"cache_seqlens": 2**40}, VALUE, f"cache_seqlens must count the tokens held; got {2**40}"),
+    ("kvcache", {"cache_seqlens": 3.5}, TYPE,
+     "cache_seqlens must be an integer tensor or a list of ints; got float 3.5"),
+    ("kvcache", {"cache_seqlens": True}, TYPE,
+     "cache_seqlens must be an integer tensor or a list of ints; got bool True"),
+    ("kvcache", {"cache_batch_idx": [0, 1]}, TYPE, "cache_batch_idx must be a torch tensor; got list"),
+    ("append", {"layout": "bhsd", "k": zeros(2)}, VALUE, "k must have 4 axes; got k (2,)"),
     ("kvcache", {"cache_batch_idx": ints(0, 2)}, VALUE, "cache_batch_idx must name rows 0 to 1 of the cache; got 2"),
-    ("kvcache", {"cache_batch_idx": ints(0)}, VALUE, "cache_batch_idx must have shape (batch,) = (2,); got (1,)"),
     ("append", {"cache_batch_idx": ints(1, 1)}, VALUE,
      "two sequences must not append to one row of the cache; got cache_batch_idx [1, 1]"),
     ("kvcache", {"cache_leftpad": ints(0, 9)}, VALUE, "cache_leftpad[1] must lie in [0, capacity] = [0, 8]; got 9"),
-    ("kvcache", {"cache_leftpad": zeros(2)}, TYPE, "cache_leftpad must be int32 or int64; got float32"),
     ("append", {"v": None}, VALUE, "k and v are appended together; got k"),
     ("append", {"k": None}, VALUE, "k and v are appended together; got v"),
     ("append", {"cache_seqlens": None}, VALUE, "appending k and v needs cache_seqlens; got None"),
@@ -373,6 +375,11 @@ BAD: tuple[Bad, ...] = (
     # ---- the others ----
     ("merge", {"outs": [], "lses": []}, VALUE, "merge needs one lse for each out, and at least one; got 0 and 0"),
     ("merge", {"lses": [zeros(2, 4, 8)]}, VALUE, "merge needs one lse for each out, and at least one; got 2 and 1"),
+    ("merge", {"outs": 3}, TYPE, "outs must be a list of tensors or a stack of them; got int 3"),
+    ("merge", {"lses": torch.tensor(0.0)}, TYPE, "lses must be a list of tensors or a stack of them; got Tensor"),
+    ("merge", {"outs": [zeros(2, 4, 8, 16, dtype=torch.int32)] * 2}, TYPE,
+     "outs and lses must be floating point; got torch.int32 and torch.float32"),
+    ("merge", {"lses": [zeros(2, 4, 8, device="meta")] * 2}, VALUE, "all parts must be on cpu; got cpu and meta"),
     ("merge", {"lses": [np.zeros((2, 4, 8))] * 2}, TYPE, "lse must be a torch tensor; got ndarray"),
     ("merge", {"outs": [zeros(2, 4, 8, 16), zeros(2, 4, 7, 16)]}, VALUE,
      "outs must share one shape, of 3 or 4 axes, and one dtype; got (2, 4, 7, 16) torch.float32 beside (2, 4,"),
@@ -440,6 +447,19 @@ def test_explain_refuses_what_the_call_would_refuse(
     function, given = arguments_of(call, changes)
     with left_alone(given), pytest.raises(error) as raised:
         tilewise.explain(function, **given)
+    assert str(raised.value).startswith(text)
+
+
+@pytest.mark.parametrize(("call", "changes", "error", "text"), EXPLAINABLE, ids=names_of(EXPLAINABLE))
+def test_a_call_that_wants_a_gradient_is_refused_alike(
+    call: str, changes: Arguments, error: type[Exception], text: str
+) -> None:
+    function, given = arguments_of(call, changes)
+    if function is not api.attention_with_kvcache:
+        q = given["q"]
+        given["q"] = q.clone().requires_grad_() if isinstance(q, torch.Tensor) and q.is_floating_point() else q
+    with pytest.raises(error) as raised:
+        function(**given)
     assert str(raised.value).startswith(text)
 
 

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -246,12 +247,9 @@ def test_a_gradient_that_does_not_arrive_counts_as_zero(missing: str) -> None:
     call = CASES["sink"].build("cpu", "float32")
     problem, tensors = call.problem, call.tensors
     out, lse = triton_portable.forward(problem, tensors)
-    arriving = {"d_out": call.d_out, "d_lse": call.d_lse}
-    needs = Needs(dsink=True)
-    zeros = triton_portable.backward(
-        problem, tensors, out, lse, **arriving | {missing: arriving[missing] * 0}, needs=needs
-    )
-    none = triton_portable.backward(problem, tensors, out, lse, **{**arriving, missing: None}, needs=needs)
+    arriving: dict[str, Any] = {"d_out": call.d_out, "d_lse": call.d_lse, "needs": Needs(dsink=True)}
+    zeros = triton_portable.backward(problem, tensors, out, lse, **arriving | {missing: arriving[missing] * 0})
+    none = triton_portable.backward(problem, tensors, out, lse, **arriving | {missing: None})
     assert all(torch.equal(a, b) for a, b in zip(zeros, none, strict=True) if a is not None and b is not None)
 
 

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 
 from tilewise import autograd, dispatch
-from tilewise.arguments import Window, autocast, check_rank, check_tensors, integers_tensor, seed_tensor, sides
+from tilewise.arguments import (
+    Window,
+    autocast,
+    check_rank,
+    check_tensors,
+    integers_tensor,
+    lengths_tensor,
+    merge_parts,
+    seed_tensor,
+    sides,
+)
 from tilewise.backends import torch_ops
 from tilewise.dispatch import use_backend
 from tilewise.problem.cache import CacheOptions, CacheTensors
@@ -276,7 +286,7 @@ def attention_with_kvcache(
     *,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
-    cache_seqlens: int | torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | Sequence[int] | None = None,
     block_table: torch.Tensor | None = None,
     cache_batch_idx: torch.Tensor | None = None,
     cache_leftpad: torch.Tensor | None = None,
@@ -308,14 +318,14 @@ def attention_with_kvcache(
         k_cache, v_cache: (batch, capacity, heads_kv, dim), or (pages, page_size, heads_kv, dim) with a block_table; q's
             dtype, or fp8 or int8 with scales.
         k, v: (batch, len_new, heads_kv, dim), appended first; need cache_seqlens.
-        cache_seqlens: (batch,) integers or one int, the tokens held before the call; None = the whole capacity. More
-            than fits is a ValueError where the host can tell; on a device, tokens that do not fit are dropped.
+        cache_seqlens: (batch,) integers, a list, or one int: the tokens held before the call; None = the whole
+            capacity. More than fits is a ValueError where the host can tell; on a device, what does not fit is dropped.
         block_table: (batch, max_pages) integers, the pages of each sequence in order; any page size.
         cache_batch_idx: (batch,) integers, the cache's row of each sequence; not with a block_table.
         cache_leftpad: (batch,) integers, slots at the front of each sequence that hold nothing.
         k_scale, v_scale: (heads_kv,), value = stored * scale; with fp8 and int8 caches.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2); rotate k at its slots, and q at the same ones when causal
-            or windowed, else all of q at ``cache_seqlens``. Used only when k and v are appended.
+            or windowed, else all of q at ``cache_seqlens``. They go with k and v.
         rotary_interleaved: pairs (0, 1), (2, 3), ... when True, else (0, half), (1, half + 1), ...
         num_splits: parts that the keys are split into; None or 0 = chosen. The result is the same to rounding.
         batch_invariant: a row's bits do not depend on the rest of the batch.
@@ -337,27 +347,24 @@ def attention_with_kvcache(
     (True, True)
     """
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sink=sink, alibi_slopes=alibi_slopes)
+    check_tensors(block_table=block_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
+    check_tensors(k_scale=k_scale, v_scale=v_scale, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     if layout == "bhsd":
-        check_rank(4, q=q, k_cache=k_cache, v_cache=v_cache)
+        new = {name: x for name, x in (("k", k), ("v", v)) if x is not None}
+        check_rank(4, q=q, k_cache=k_cache, v_cache=v_cache, **new)
         q = q.transpose(1, 2)
         k, v = (None if x is None else x.transpose(1, 2) for x in (k, v))
         if block_table is None:
             k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     elif layout != "bshd":
         raise fail('layout must be "bhsd" or "bshd"', repr(layout), "Name the order of q's axes")
-    length, lengths = None, None
-    if isinstance(cache_seqlens, torch.Tensor):
-        lengths = cache_seqlens
-    elif cache_seqlens is not None:
-        length = cache_seqlens
-        lengths = torch.full(q.shape[:1], length, dtype=torch.int32, device=q.device)
     tensors = CacheTensors(
         q=q,
         k_cache=k_cache,
         v_cache=v_cache,
         k=k,
         v=v,
-        cache_seqlens=lengths,
+        cache_seqlens=lengths_tensor(cache_seqlens, q),
         block_table=block_table,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
@@ -383,6 +390,7 @@ def attention_with_kvcache(
         layout=layout,
         backend=backend,
     )
+    length = cache_seqlens if isinstance(cache_seqlens, (int, torch.SymInt)) else None
     out, lse = autograd.call_cache(tensors, options, length)
     out = out.transpose(1, 2) if layout == "bhsd" else out
     return (out, lse) if return_lse else out
@@ -418,26 +426,7 @@ def merge(
     >>> bool((out - tilewise.attention(q, k, v)).abs().max() < 1e-6)
     True
     """
-    outs, lses = list(outs), list(lses)
-    if not outs or len(outs) != len(lses):
-        raise fail("merge needs one lse for each out, and at least one", f"{len(outs)} and {len(lses)}", "Pass pairs")
-    for out, lse in zip(outs, lses, strict=True):
-        check_tensors(out=out, lse=lse)
-        if out.ndim not in (3, 4) or out.shape != outs[0].shape or out.dtype != outs[0].dtype:
-            got = f"{tuple(out.shape)} {out.dtype} beside {tuple(outs[0].shape)} {outs[0].dtype}"
-            raise fail(
-                "outs must share one shape, of 3 or 4 axes, and one dtype", got, "Merge results of the same call"
-            )
-        want = tuple(out.shape[:3]) if out.ndim == 4 else (out.shape[1], out.shape[0])
-        if tuple(lse.shape) != want:
-            raise fail(f"the lse of an out {tuple(out.shape)} must be {want}", tuple(lse.shape), "Use return_lse=True")
-    if sink is not None:
-        check_tensors(sink=sink)
-        heads = outs[0].shape[1]
-        fits = sink.shape == (heads,) or (outs[0].ndim == 4 and sink.shape == (outs[0].shape[0], heads))
-        if not fits:
-            raise fail(f"sink must be (heads,) = ({heads},) or (batch, heads)", tuple(sink.shape), "One number a head")
-    return torch_ops.merge(outs, lses, sink)
+    return torch_ops.merge(*merge_parts(outs, lses, sink), sink)
 
 
 def softmax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
         k: torch.Tensor | None
         v: torch.Tensor | None
-        cache_seqlens: int | torch.Tensor | None
+        cache_seqlens: int | torch.Tensor | Sequence[int] | None
         block_table: torch.Tensor | None
         cache_batch_idx: torch.Tensor | None
         cache_leftpad: torch.Tensor | None
@@ -74,7 +74,9 @@ Window = tuple["int | None", "int | None"]
 
 
 # Tensors that a call can do without; k and v are among them where they are appended to a cache.
-OPTIONAL = frozenset({"bias", "mask", "sink", "alibi_slopes", "cu_seqlens_k", "block_table"})
+OPTIONAL = frozenset({"bias", "mask", "sink", "alibi_slopes", "cu_seqlens_k", "block_table"}) | frozenset(
+    {"cache_batch_idx", "cache_leftpad", "k_scale", "v_scale", "rotary_cos", "rotary_sin"}
+)
 
 
 def check_tensors(**tensors: object) -> None:
@@ -160,7 +162,7 @@ def seed_tensor(seed: int | torch.Tensor | None, dropout: float, q: torch.Tensor
     return torch.full((1,), wrapped, dtype=torch.int64, device=q.device)
 
 
-def integers_tensor(name: str, x: torch.Tensor | Sequence[int] | None, q: torch.Tensor) -> torch.Tensor | None:
+def integers_tensor(name: str, x: torch.Tensor | Sequence[int] | int | None, q: torch.Tensor) -> torch.Tensor | None:
     """Turn a list of ints into a tensor on q's device; a tensor passes."""
     if x is None:
         return None
@@ -174,3 +176,48 @@ def integers_tensor(name: str, x: torch.Tensor | Sequence[int] | None, q: torch.
         if not 0 <= value < 2**31:
             raise fail(f"{name}[{sequence}] must be the number of a key", value, "Clamp it to [0, len_kv]")
     return torch.tensor(x, dtype=torch.int32, device=q.device)
+
+
+def lengths_tensor(x: int | torch.Tensor | Sequence[int] | None, q: torch.Tensor) -> torch.Tensor | None:
+    """Turn cache_seqlens into a tensor on q's device; one int is every sequence's length."""
+    if isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool):
+        if not 0 <= x < 2**31:
+            raise fail("cache_seqlens must count the tokens held", x, "Pass 0 for an empty cache")
+        return torch.full(q.shape[:1], x, dtype=torch.int32, device=q.device)
+    return integers_tensor("cache_seqlens", x, q)
+
+
+Parts = torch.Tensor | Sequence[torch.Tensor]
+
+
+def merge_parts(outs: Parts, lses: Parts, sink: torch.Tensor | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Take partial results apart and hold them to shapes, dtypes and devices that go together."""
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, (list, tuple)) and not (isinstance(parts, torch.Tensor) and parts.ndim):
+            raise mismatch(
+                f"{name} must be a list of tensors or a stack of them", kind(parts), "Pass one for each part"
+            )
+    outs, lses = list(outs), list(lses)
+    if not outs or len(outs) != len(lses):
+        raise fail("merge needs one lse for each out, and at least one", f"{len(outs)} and {len(lses)}", "Pass pairs")
+    for out, lse in zip(outs, lses, strict=True):
+        check_tensors(out=out, lse=lse)
+        if out.ndim not in (3, 4) or out.shape != outs[0].shape or out.dtype != outs[0].dtype:
+            got = f"{tuple(out.shape)} {out.dtype} beside {tuple(outs[0].shape)} {outs[0].dtype}"
+            raise fail(
+                "outs must share one shape, of 3 or 4 axes, and one dtype", got, "Merge results of the same call"
+            )
+        want = tuple(out.shape[:3]) if out.ndim == 4 else (out.shape[1], out.shape[0])
+        if not (out.is_floating_point() and lse.is_floating_point()):
+            raise mismatch("outs and lses must be floating point", f"{out.dtype} and {lse.dtype}", "Convert them")
+        if out.device != outs[0].device or lse.device != outs[0].device:
+            raise fail(f"all parts must be on {outs[0].device}", f"{out.device} and {lse.device}", "Move them to one")
+        if tuple(lse.shape) != want:
+            raise fail(f"the lse of an out {tuple(out.shape)} must be {want}", tuple(lse.shape), "Use return_lse=True")
+    if sink is not None:
+        check_tensors(sink=sink)
+        heads = outs[0].shape[1]
+        fits = sink.shape == (heads,) or (outs[0].ndim == 4 and sink.shape == (outs[0].shape[0], heads))
+        if not fits:
+            raise fail(f"sink must be (heads,) = ({heads},) or (batch, heads)", tuple(sink.shape), "One number a head")
+    return outs, lses

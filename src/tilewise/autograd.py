@@ -302,6 +302,8 @@ def call(tensors: Tensors, options: Options) -> tuple[torch.Tensor, torch.Tensor
         refuse_jvp(tensors)
         if _is_plain(tensors):
             return run(tensors, options)
+        if not _is_watched():  # below, the schema would judge types, and the body would see no gradient
+            problem_for(tensors, options)
     forward = _Functional.apply if in_transform() else torch.ops.tilewise.attention
     result: tuple[torch.Tensor, torch.Tensor] = forward(*tensors, *options)  # type: ignore[no-untyped-call]
     return result
@@ -324,14 +326,16 @@ def call_cache(tensors: CacheTensors, options: CacheOptions, length: int | None)
 
 
 def _is_plain(tensors: Tensors | CacheTensors) -> bool:
-    """Say whether the call can skip the operator: ordinary tensors, no gradient, no transform and no mode.
-
-    torch has no public question for dispatch modes.
-    """
-    if torch._C._len_torch_dispatch_stack() or in_transform():  # noqa: SLF001
+    """Say whether the call can skip the operator: ordinary tensors, no gradient, no transform and no mode."""
+    if _is_watched():
         return False
     grad = torch.is_grad_enabled()
     for x in tensors:
         if x is not None and (type(x) not in (torch.Tensor, torch.nn.Parameter) or (grad and x.requires_grad)):
             return False
     return True
+
+
+def _is_watched() -> bool:
+    """Say whether a dispatch mode or a transform sees the call. torch has no public question for the first."""
+    return bool(torch._C._len_torch_dispatch_stack()) or in_transform()  # noqa: SLF001

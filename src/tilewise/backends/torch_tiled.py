@@ -148,7 +148,7 @@ def backward(
 
 
 class Rows(NamedTuple):
-    """What the backward pass knows of some rows: d_out (..., block_q, dim_v), lse in base 2 and delta (..., block_q)."""
+    """What the backward pass knows of rows: d_out (..., block_q, dim_v), lse in base 2 and delta (..., block_q)."""
 
     d_out: torch.Tensor
     lse: torch.Tensor

@@ -9,7 +9,6 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -70,7 +69,20 @@ def tiles(problem: Problem) -> Tiles:
 
 def _tiles(problem: Problem, kind: Kind) -> Tiles:
     dims = max(problem.dim_qk, 1), max(problem.dim_v, 1)
-    return default_tiles(_capability(problem.device), *dims, problem.itemsize, kind)
+    sizes = default_tiles(_capability(problem.device), *dims, problem.itemsize, kind)
+    return _unrolled(sizes) if _multiplies_without_matrix_units(problem) else sizes
+
+
+def _multiplies_without_matrix_units(problem: Problem) -> bool:
+    """Say whether products are unrolled: Triton uses no tensor core on sm_75, nor for exact float32 on NVIDIA."""
+    capability = _capability(problem.device)
+    exact = problem.dtype == "float32" and precision(problem) == "ieee"
+    return isinstance(capability, tuple) and (exact or capability < (8, 0))
+
+
+def _unrolled(sizes: Tiles) -> Tiles:
+    """Shrink tiles to what an unrolled product can hold in registers: larger ones spill thousands of bytes a thread."""
+    return Tiles(min(sizes.block_q, 32), min(sizes.block_kv, 32), num_warps=8, num_stages=1)
 
 
 def precision(problem: Problem) -> str:
@@ -78,12 +90,12 @@ def precision(problem: Problem) -> str:
     return "tf32" if problem.dtype == "float32" and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute out and lse of a dense or varlen problem; `tilewise.attention` gives the shapes."""
+def forward(problem: Problem, tensors: Tensors, sizes: Tiles | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute out and lse of a dense or varlen problem; the tuner names the tiles, others take the table's."""
     from tilewise.kernels.triton.forward import attention_forward
 
     out, lse = empty_out(tensors.q, problem.dim_v, problem.layout), empty_lse(tensors.q)
-    sizes = tiles(problem)
+    sizes = sizes or tiles(problem)
     unit = _unit(tensors.q, tensors.k, tensors.v, out)
     arguments = {
         "lse_ptr": lse,
@@ -94,7 +106,7 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Ten
     }
     count = _tile_count(problem, problem.total_q, sizes.block_q)
     programs = count * problem.heads_q * _entries(problem)
-    _launch(attention_forward, programs, arguments | {"tiles": count}, sizes, tensors.q.device)
+    _launch(attention_forward, programs, arguments | {"tiles": count}, sizes)
     return out, lse
 
 
@@ -106,12 +118,13 @@ def backward(
     d_out: torch.Tensor | None,
     d_lse: torch.Tensor | None,
     needs: Needs,
+    sizes: Tiles | None = None,
 ) -> Grads:
     """Differentiate `forward`, recomputing each tile of p from lse; d_out or d_lse may be None for zero."""
     from tilewise.kernels.triton import backward as kernels
 
     q, k, v = tensors.q, tensors.k, tensors.v
-    sizes = _tiles(problem, "backward")
+    sizes = sizes or _tiles(problem, "backward")
     d_out = torch.zeros_like(out[:1, :1, :1]).expand_as(out) if d_out is None else d_out.to(out.dtype)
     dq, dk, dv = (
         torch.empty_like(x) if need else None for x, need in zip((q, k, v), (needs.dq, needs.dk, needs.dv), strict=True)
@@ -134,7 +147,7 @@ def backward(
     heads = problem.heads_q * _entries(problem)
 
     def launch(kernel: Jitted, programs: int, **more: Argument) -> None:
-        _launch(kernel, programs, arguments | more, sizes, q.device)
+        _launch(kernel, programs, arguments | more, sizes)
 
     rows = -(-problem.total_q // sizes.block_q)
     launch(kernels.prepare_rows, rows * heads, tiles=rows)
@@ -319,11 +332,11 @@ def _entries(problem: Problem) -> int:
 # ---- launching ------------------------------------------------------------------------------------------------------
 
 
-def _launch(kernel: Jitted, programs: int, arguments: Arguments, sizes: Tiles, device: torch.device) -> None:
-    """Launch a kernel on the tensors' device and its current stream, with those of the arguments that it takes."""
-    known = {label: arguments[label] for label in kernel.arg_names}
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[(programs,)](**known, num_warps=sizes.num_warps, num_stages=sizes.num_stages)
+def _launch(kernel: Jitted, programs: int, arguments: Arguments, sizes: Tiles) -> None:
+    """Launch a kernel with those of the arguments that it takes."""
+    from tilewise.backends.launch import launch_named
+
+    launch_named(kernel, (programs,), arguments, num_warps=sizes.num_warps, num_stages=sizes.num_stages)
 
 
 @cache

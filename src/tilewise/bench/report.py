@@ -122,7 +122,7 @@ class Report:
         date: when it began, UTC, ISO 8601.
         environment: the machine and its software.
         settings: the problem and the limits.
-        roof: what the predictions stand on, "bandwidth" and "matmul", measured in the same run.
+        roof: what the predictions stand on, "bandwidth" and "matmul", measured before the rows, and both again after.
         chosen: the backend that tilewise takes by itself, by direction.
         absent: why an implementation has no rows, by its name; "name (backward)" where only that direction is missing.
         notes: what else a reader must know.
