@@ -52,8 +52,10 @@ def pytorch(backend: SDPBackend) -> Attend:
 
 def flex() -> Attend:
     """Give compiled FlexAttention."""
+    import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._functorch.config.donated_buffer = False  # noqa: SLF001  # the backward pass is timed over one kept graph
     compiled = torch.compile(flex_attention, dynamic=False)
     masks: dict[int, object] = {}
 
