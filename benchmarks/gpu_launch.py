@@ -26,6 +26,7 @@ import triton.language as tl
 
 from tilewise.backends import launch, triton_softmax
 from tilewise.backends.compile import Options
+from tilewise.backends.driver import SHARED_WITHOUT_ASKING
 from tilewise.kernels.share import kernel
 from tilewise.testing import error
 
@@ -189,7 +190,7 @@ def check_shared_memory() -> None:
     assert torch.allclose(out, a.float() @ b.float(), atol=1e-2, rtol=1e-2)
     variant = launcher().variant(product, constants, Options(8, 4))
     bound = next(iter(next(iter(variant._forms.values())).bound.values()))  # noqa: SLF001
-    assert bound._binary.shared > launch.SHARED_WITHOUT_ASKING  # noqa: SLF001
+    assert bound.binary.shared > SHARED_WITHOUT_ASKING
 
 
 def check_refusal() -> None:

@@ -23,6 +23,7 @@ import triton.language as tl
 from tilewise.backends import compile as compiling
 from tilewise.backends import launch
 from tilewise.backends.compile import Binary, Options, binary_for, kept, ptx_parameters
+from tilewise.backends.driver import INVALID_CONTEXT, CudaDriver
 from tilewise.kernels.share import kernel
 
 ROOT = Path(__file__).parents[1]
@@ -232,7 +233,7 @@ def test_threads_that_call_together_compile_once_and_do_not_mix_their_arguments(
 @pytest.mark.compile
 def test_a_thread_without_a_context_is_given_one_and_launches_again() -> None:
     driver = Recorder()
-    driver.codes = [launch.INVALID_CONTEXT]
+    driver.codes = [INVALID_CONTEXT]
     launch.Launcher(driver).variant(scaled, {"BLOCK": 16}, Options())((1,), (torch.empty(4), 4, 1.0))
     assert driver.entered == [-1]
     assert len(driver.launches) == 1
@@ -250,10 +251,96 @@ def test_a_refused_launch_says_what_was_asked_for_and_why_it_failed() -> None:
 def test_scratch_memory_that_the_compiler_asks_for_is_given_for_every_program() -> None:
     driver = Recorder()
     binary = Binary("name", b"", 128, 0, parameters=(8, 4, 8, 8), hidden=2, scratch=256)
-    launch.Bound(driver, -1, binary, ["*fp32", "i32"])((2, 3), [64, 5, None])
+    launch.Bound(driver, -1, binary, ["*fp32", "i32"])((2, 3), [64, None, 5])
     assert driver.taken[0].numel() == 2 * 3 * 256
     read = driver.launches[0][2]
     assert numbers(read, integer, integer, integer, integer) == [64, 5, driver.taken[0].data_ptr(), 0]
+
+
+# ---- launches in which all but the addresses is settled ----
+
+
+def prepared(launcher: launch.Launcher, monkeypatch: pytest.MonkeyPatch, *order: str) -> launch.Prepared:
+    monkeypatch.setattr(launch, "_default", launcher)
+    x, y, out = (torch.empty(4, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32))
+    named: dict[str, launch.Argument] = {"x_ptr": x, "y_ptr": y, "out_ptr": out, "stride": -(2**40), "length": 300}
+    named |= {"left": -5, "scale": 0.5, "exact": 0.1, "flag": True, "softcap": None, "BLOCK": 128, "DOUBLE": False}
+    found = launch.prepare_named(everything, (3, 2), named, order)
+    assert found is not None
+    return found
+
+
+@pytest.mark.compile
+def test_a_prepared_launch_takes_addresses_in_the_callers_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Recorder()
+    call = prepared(launch.Launcher(driver), monkeypatch, "out_ptr", "x_ptr", "y_ptr")
+    for _ in range(2):
+        out, x, y = (torch.empty(4) for _ in range(3))
+        call((out, x, y))
+        config, _, read = driver.launches[-1]
+        kinds = [integer, integer, integer, integer, integer, integer, real, real, integer, integer, integer]
+        assert numbers(read, *kinds) == [
+            x.data_ptr(), y.data_ptr(), out.data_ptr(), -(2**40), 300, -5, 0.5, 0.1, 1, 0, 0,
+        ]  # fmt: skip
+        assert (list(config.grid), list(config.block), config.stream) == ([3, 2, 1], [128, 1, 1], 0x5EA)
+    assert len(driver.loaded) == 1
+
+
+@pytest.mark.compile
+def test_a_prepared_launch_knows_every_tensor_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="needs the addresses of x_ptr, y_ptr, out_ptr; got those of x_ptr, y_ptr"):
+        prepared(launch.Launcher(Recorder()), monkeypatch, "x_ptr", "y_ptr")
+
+
+@pytest.mark.compile
+def test_prepared_launches_of_one_kernel_and_of_many_threads_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Recorder()
+    monkeypatch.setattr(launch, "_default", launch.Launcher(driver))
+    tensors = [torch.empty(1) for _ in range(8)]
+    calls = []
+    for number in range(2):
+        named: dict[str, launch.Argument] = {"x_ptr": tensors[0], "length": number, "factor": 1.0, "BLOCK": 16}
+        calls.append(launch.prepare_named(scaled, (number + 1,), named, ["x_ptr"]))
+
+    def work(tensor: torch.Tensor) -> None:
+        for turn in range(200):
+            call = calls[turn % 2]
+            assert call is not None
+            call([tensor])
+
+    threads = [threading.Thread(target=work, args=(tensor,)) for tensor in tensors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(driver.loaded) == 1
+    seen = [(integer(read[0]), integer(read[1]), config.grid[0] - 1) for config, _, read in driver.launches]
+    want = [(tensor.data_ptr(), number, number) for tensor in tensors for number in range(2)]
+    assert sorted(seen) == sorted(want * 100)
+
+
+def test_a_prepared_launch_takes_scratch_memory_anew_in_every_call() -> None:
+    driver = Recorder()
+    binary = Binary("name", b"", 128, 0, parameters=(8, 4, 8, 8), hidden=2, scratch=256)
+    call = launch.Bound(driver, -1, binary, ["*fp32", "i32"]).prepare((2, 3), [0, None, 5], [0])
+    x = torch.empty(4)
+    call([x])
+    call([x])
+    assert [memory.numel() for memory in driver.taken] == [2 * 3 * 256] * 2
+    for (_, _, read), memory in zip(driver.launches, driver.taken, strict=True):
+        assert numbers(read, integer, integer, integer, integer) == [x.data_ptr(), 5, memory.data_ptr(), 0]
+
+
+@pytest.mark.compile
+def test_a_prepared_launch_that_is_refused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Recorder()
+    call = prepared(launch.Launcher(driver), monkeypatch, "x_ptr", "y_ptr", "out_ptr")
+    driver.codes = [INVALID_CONTEXT]
+    call([torch.empty(4)] * 3)
+    assert (driver.entered, len(driver.launches)) == ([-1], 1)
+    driver.codes = [1]
+    with pytest.raises(RuntimeError, match=r"everything.*\(3, 2, 1\) programs of 128 threads.*error 1"):
+        call([torch.empty(4)] * 3)
 
 
 # ---- what is refused ----
@@ -450,7 +537,7 @@ def test_a_machine_without_a_driver_is_told_apart_in_words(monkeypatch: pytest.M
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     with pytest.raises(RuntimeError, match=r"kernels need an NVIDIA GPU and its driver, .*cannot open"):
-        launch.CudaDriver()
+        CudaDriver()
 
 
 @pytest.mark.interpreter

@@ -7,7 +7,9 @@ questions whose answers do not change:
 1. a *variant* is a kernel with its constants and options;
 2. a variant is *bound* once for a device and the dtypes of its arguments: compiled by `tilewise.backends.compile`,
    loaded through the CUDA driver, its argument block laid out in memory;
-3. a call fills that block and calls ``cuLaunchKernelEx``.
+3. a call fills that block and calls ``cuLaunchKernelEx``;
+4. where calls differ only in where their tensors lie, a launch is *prepared*: it has a block of its own in which
+   everything else stands already, and a call writes addresses.
 
 Kernels say in their annotations what type their numbers have; without one, an argument is a pointer, or an i32 or fp32
 that may also be None. Values never choose a variant: what a kernel may know of them is among its constants. That all
@@ -20,18 +22,19 @@ to its interpreter.
 from __future__ import annotations
 
 import ctypes
-import os
+import math
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from operator import itemgetter
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 import triton
 
 from tilewise.backends.compile import Binary, Constant, Kernel, Options, binary_for, compiled_kernel, signature
+from tilewise.backends.driver import INVALID_CONTEXT, CudaDriver, Driver
 from tilewise.kernels.share import Jitted
 
 Argument = torch.Tensor | int | float | None
@@ -57,12 +60,9 @@ CODES = {
 }  # fmt: skip
 
 # Numbers of the CUDA driver's interface.
-INVALID_CONTEXT = 201
-MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-PREFER_SHARED = 1  # CU_FUNC_CACHE_PREFER_SHARED
 COOPERATIVE, PROGRAMMATIC_SERIALIZATION = 2, 6  # CU_LAUNCH_ATTRIBUTE_...
-SHARED_WITHOUT_ASKING = 48 << 10
 CONFIG = "@7IQQI4x"  # CUlaunchConfig: grid, block, shared memory; stream; attributes and their number
+STREAM, ADDRESSES = 32, 56  # where in a block the stream stands, and where the configuration ends
 ATTRIBUTE = struct.Struct("@I4xI60x")  # CUlaunchAttribute: its number, the value in the first word of a union
 
 
@@ -126,6 +126,33 @@ def launch_named(
     _through_triton(kernel, grid, [cast("Argument", named[name]) for name in kernel.arg_names], {}, options)
 
 
+def prepare_named(
+    kernel: Jitted,
+    grid: tuple[int, ...],
+    named: Mapping[str, Argument | Constant],
+    pointers: Sequence[str],
+    *,
+    num_warps: int = 4,
+    num_stages: int = 2,
+) -> Prepared | None:
+    """Settle a launch as `launch_named` would make it, but for where its tensors lie.
+
+    Args:
+        kernel, grid, named, num_warps, num_stages: as in `launch_named`; the tensors give their dtypes and the device.
+        pointers: the names of all the tensors that the kernel takes, in the order in which calls will give them.
+
+    Returns:
+        What launches when it is called with tensors of those dtypes on that device; None where launches go to Triton.
+    """
+    launcher = default_launcher(kernel)
+    if launcher is None:
+        return None
+    passed, fixed = launcher.names(kernel)
+    constants = {name: cast("Constant", named[name]) for name in fixed}
+    variant = launcher.variant(kernel, constants, Options(num_warps, num_stages))
+    return variant.prepare(grid, [cast("Argument", named[name]) for name in passed], list(map(passed.index, pointers)))
+
+
 def _through_triton(
     kernel: Jitted,
     grid: tuple[int, ...],
@@ -162,34 +189,6 @@ _making = threading.Lock()
 
 
 # ---- variants -------------------------------------------------------------------------------------------------------
-
-
-class Driver(Protocol):
-    """What a launcher asks of the machine. Devices are counted as torch counts them."""
-
-    def capability(self, device: int) -> int:
-        """Give a device's compute capability: 90 for 9.0."""
-
-    def stream(self, device: int) -> int:
-        """Give the handle of torch's current stream."""
-
-    def current_device(self) -> int:
-        """Give the device that the calling thread works on."""
-
-    def memory(self, size: int, device: int) -> torch.Tensor:
-        """Take memory that may be given back as soon as the launch is enqueued."""
-
-    def load(self, binary: Binary, device: int) -> int:
-        """Load a kernel; give the function's handle."""
-
-    def start(self, config: int, function: int, parameters: int, extra: None) -> int:
-        """Enqueue a launch on the current device from blocks at these addresses; give the driver's code, 0 = done."""
-
-    def enter(self, device: int) -> None:
-        """Make a device's context the thread's own."""
-
-    def explain(self, code: int) -> str:
-        """Put an error code in words."""
 
 
 class Launcher:
@@ -248,6 +247,21 @@ class Variant:
 
     def __call__(self, grid: tuple[int, ...], arguments: Sequence[Argument]) -> None:
         """Launch; see `launch`."""
+        bound, values = self._bound_for(arguments)
+        bound(grid, values)
+
+    def prepare(self, grid: tuple[int, ...], arguments: Sequence[Argument], pointers: Sequence[int]) -> Prepared:
+        """Settle a launch with these arguments; calls will give those at the places ``pointers``, in that order."""
+        bound, values = self._bound_for(arguments)
+        tensors = [place for place, argument in enumerate(arguments) if isinstance(argument, torch.Tensor)]
+        if sorted(pointers) != tensors:
+            got = ", ".join(self._passed[place].name for place in pointers)
+            needed = ", ".join(self._passed[place].name for place in tensors)
+            raise ValueError(f"kernel {self._source.__name__} needs the addresses of {needed}; got those of {got}")
+        return bound.prepare(grid, values, list(map(pointers.index, tensors)))
+
+    def _bound_for(self, arguments: Sequence[Argument]) -> tuple[Bound, list[Argument]]:
+        """Give the kernel for arguments of these types, and the values that its block holds."""
         if len(arguments) != len(self._passed):
             expected = ", ".join(param.name for param in self._passed)
             raise ValueError(f"kernel {self._source.__name__} takes {expected}; got {len(arguments)} arguments")
@@ -255,14 +269,14 @@ class Variant:
         form = self._forms.get(types) or self._forms.setdefault(types, Form.of(arguments))
         values = list(form.passed_of(arguments))
         key: list[object] = [cast("torch.Tensor", values[0]).get_device()]
-        for place in form.pointers:
+        for place in range(form.pointers):
             pointer = cast("torch.Tensor", values[place])
             values[place] = pointer.data_ptr()
             key.append(pointer.dtype)
         bound = form.bound.get(tuple(key))
         if bound is None:
             bound = self._bind(form, tuple(key), arguments)
-        bound(grid, values)
+        return bound, values
 
     def _bind(self, form: Form, key: tuple[object, ...], arguments: Sequence[Argument]) -> Bound:
         with self._lock:
@@ -287,8 +301,8 @@ class Variant:
 class Form(NamedTuple):
     """One way of giving a variant its arguments: which are None, and which of the others are pointers."""
 
-    passed_of: Callable[[Sequence[Argument]], tuple[Argument, ...]]  # the last one is there to make it a tuple
-    pointers: list[int]
+    passed_of: Callable[[Sequence[Argument]], tuple[Argument, ...]]  # pointers, room for scratch memory's, numbers
+    pointers: int
     bound: dict[tuple[object, ...], Bound]  # by device and dtypes
 
     @staticmethod
@@ -303,8 +317,10 @@ class Form(NamedTuple):
                 f"a kernel runs where its first argument is, so that must be a tensor; got {arguments[0]!r}"
             )
         passed = [place for place, argument in enumerate(arguments) if argument is not None]
-        pointers = [number for number, place in enumerate(passed) if isinstance(arguments[place], torch.Tensor)]
-        return Form(itemgetter(*passed, passed[0]), pointers, {})
+        pointers = [place for place in passed if isinstance(arguments[place], torch.Tensor)]
+        numbers = [place for place in passed if place not in pointers]
+        places = [*pointers, pointers[0], *numbers]
+        return Form(itemgetter(*places), len(pointers), {})
 
 
 def _kind(kernel: str, name: str, argument: Argument, device: int) -> str | None:
@@ -327,122 +343,131 @@ def _kind(kernel: str, name: str, argument: Argument, device: int) -> str | None
 # ---- launching ------------------------------------------------------------------------------------------------------
 
 
-class Bound:
-    """A loaded kernel and the memory that its launches are described in.
+class Block:
+    """The memory that launches of one kernel are described in.
 
-    One block holds the launch's configuration and, behind it, the arguments; a second holds the address of each
-    argument, as the driver wants them. The driver has read both when a launch returns, so one lock makes them
-    everybody's.
+    It holds the launch's configuration, the addresses of tensors and of scratch memory, then the other arguments. A
+    table says where each parameter of the kernel stands, which is why addresses may come first and in any order. The
+    driver has read both when a launch returns, so one lock makes them everybody's.
     """
 
-    def __init__(self, driver: Driver, device: int, binary: Binary, kinds: Sequence[str]) -> None:
-        self._driver, self._device, self._binary = driver, device, binary
-        codes = ["Q" if kind[0] == "*" else CODES[kind] for kind in kinds]
-        self._layout = struct.Struct(f"{CONFIG}{''.join(codes)}QQ")  # two more: scratch memory and null
-        self._block = (ctypes.c_uint64 * (-(-self._layout.size // 8)))()
-        start = ctypes.addressof(self._block)
-        ends = [struct.calcsize(CONFIG + "".join(codes[: count + 1])) for count in range(len(codes))]
-        places = [start + end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
-        scratch, null = start + self._layout.size - 16, start + self._layout.size - 8
-        places += [scratch, *[null] * binary.hidden][: binary.hidden]
-        self._parameters = (ctypes.c_void_p * len(places))(*places)
+    def __init__(self, binary: Binary, function: int, kinds: Sequence[str], slots: Sequence[int] | None = None) -> None:
+        pointers = sum(kind[0] == "*" for kind in kinds)
+        free = iter(range(pointers) if slots is None else slots)
+        layout, places = f"{CONFIG}{pointers + 1}Q", []
+        for kind in kinds:
+            if kind[0] == "*":
+                places.append(ADDRESSES + 8 * next(free))
+            else:
+                layout += CODES[kind]
+                places.append(struct.calcsize(layout) - struct.calcsize(CODES[kind]))
+        self._layout = struct.Struct(layout)
+        null = -(-self._layout.size // 8)  # one word more than is ever written
+        places += [ADDRESSES + 8 * pointers, *[8 * null] * binary.hidden][: binary.hidden]
+        self.memory = (ctypes.c_uint64 * (null + 1))()
+        start = ctypes.addressof(self.memory)
+        self._table = (ctypes.c_void_p * len(places))(*(start + place for place in places))
         attributes = [COOPERATIVE] * binary.cooperative + [PROGRAMMATIC_SERIALIZATION] * binary.pdl
         packed = b"".join(ATTRIBUTE.pack(number, 1) for number in attributes)
         self._attributes = ctypes.create_string_buffer(packed, 2 * ATTRIBUTE.size)
         self._fixed = (binary.threads, 1, 1, binary.shared)
         self._ends = (ctypes.addressof(self._attributes), len(attributes))
-        self._at = start, driver.load(binary, device), ctypes.addressof(self._parameters), None
-        self._lock = threading.Lock()
+        self._name = binary.name
+        self.at = start, function, ctypes.addressof(self._table), None
+        self.lock = threading.Lock()
+
+    def fill(self, grid: tuple[int, int, int], stream: int, values: Sequence[Argument]) -> None:
+        """Write everything: addresses, scratch memory's among them, and numbers, in the order of the kernel."""
+        try:
+            self._layout.pack_into(self.memory, 0, *grid, *self._fixed, stream, *self._ends, *values)
+        except struct.error as error:
+            raise ValueError(f"kernel {self._name} cannot take {tuple(values)}: {error}") from error
+
+
+class Bound:
+    """A loaded kernel, called with a grid and all values, or prepared for calls that differ in addresses alone."""
+
+    def __init__(self, driver: Driver, device: int, binary: Binary, kinds: Sequence[str]) -> None:
+        self.driver, self.device, self.binary = driver, device, binary
+        self._kinds = kinds
+        self._pointers = sum(kind[0] == "*" for kind in kinds)
+        self._function = driver.load(binary, device)
+        self._block = Block(binary, self._function, kinds)
 
     def __call__(self, grid: tuple[int, ...], values: list[Argument]) -> None:
-        """Launch with arguments that are numbers by now: addresses, integers, floats. The last is not passed."""
-        if self._driver.current_device() == self._device:
-            self._start(grid, values)
+        """Launch with addresses, room for one more, and numbers."""
+        if self.driver.current_device() == self.device:
+            self._start(programs(grid), values)
         else:
-            with torch.cuda.device(self._device):
-                self._start(grid, values)
+            with torch.cuda.device(self.device):
+                self._start(programs(grid), values)
 
-    def _start(self, grid: tuple[int, ...], values: list[Argument]) -> None:
-        driver = self._driver
-        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-        scratch = driver.memory(x * y * z * self._binary.scratch, self._device) if self._binary.scratch else None
-        values[-1] = 0 if scratch is None else scratch.data_ptr()
-        stream = driver.stream(self._device)
-        with self._lock:
-            try:
-                self._layout.pack_into(self._block, 0, x, y, z, *self._fixed, stream, *self._ends, *values, 0)
-            except struct.error as error:
-                raise ValueError(f"kernel {self._binary.name} cannot take {values[:-1]}: {error}") from error
-            code = driver.start(*self._at)
-            if code == INVALID_CONTEXT:  # a thread's first use of CUDA: torch makes the context its own lazily
-                driver.enter(self._device)
-                code = driver.start(*self._at)
+    def _start(self, grid: tuple[int, int, int], values: list[Argument]) -> None:
+        block, scratch = self._block, self.scratch(grid)
+        values[self._pointers] = 0 if scratch is None else scratch.data_ptr()
+        stream = self.driver.stream(self.device)
+        with block.lock:
+            block.fill(grid, stream, values)
+            code = self.driver.start(*block.at)
+            if code:
+                self.start_again(code, block, grid)
+
+    def prepare(self, grid: tuple[int, ...], values: list[Argument], slots: Sequence[int]) -> Prepared:
+        """Settle all but the addresses; ``slots`` says for each pointer of the kernel which of the calls' it is."""
+        block = Block(self.binary, self._function, self._kinds, slots)
+        block.fill(programs(grid), 0, [*[0] * (self._pointers + 1), *values[self._pointers + 1 :]])
+        return Prepared(self, block, programs(grid), self._pointers)
+
+    def scratch(self, grid: tuple[int, int, int]) -> torch.Tensor | None:
+        """Take the memory that the compiler asks for beside the arguments, if it does."""
+        size = self.binary.scratch
+        return self.driver.memory(math.prod(grid) * size, self.device) if size else None
+
+    def start_again(self, code: int, block: Block, grid: tuple[int, int, int]) -> None:
+        """Mend what made a launch fail, or say what it was."""
+        if code == INVALID_CONTEXT:  # a thread's first use of CUDA: torch makes the context its own lazily
+            self.driver.enter(self.device)
+            code = self.driver.start(*block.at)
         if code:
             raise RuntimeError(
-                f"kernel {self._binary.name} could not be launched over {(x, y, z)} programs of {self._binary.threads} "
-                f"threads and {self._binary.shared} bytes of shared memory: {driver.explain(code)}"
+                f"kernel {self.binary.name} could not be launched over {grid} programs of {self.binary.threads} "
+                f"threads and {self.binary.shared} bytes of shared memory: {self.driver.explain(code)}"
             )
 
 
-class CudaDriver:
-    """The CUDA driver, through its own library."""
+class Prepared:
+    """A launch in which everything is settled but where its tensors lie."""
 
-    def __init__(self) -> None:
-        library = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
-        try:
-            self._cuda = cuda = ctypes.CDLL(library)
-        except OSError as error:
-            raise RuntimeError(f"kernels need an NVIDIA GPU and its driver, {library}: {error}") from error
-        self.start = cuda.cuLaunchKernelEx
-        self.start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-        self.stream = _raw_stream()
-        self.current_device = torch.cuda.current_device
-        self._contexts: dict[int, ctypes.c_void_p] = {}
+    def __init__(self, bound: Bound, block: Block, grid: tuple[int, int, int], pointers: int) -> None:
+        self._bound, self._block, self._grid = bound, block, grid
+        self._driver, self._device = bound.driver, bound.device
+        self._scratch = bool(bound.binary.scratch)
+        self._addresses = struct.Struct(f"@{pointers + self._scratch}Q")
 
-    def capability(self, device: int) -> int:
-        """Give a device's compute capability: 90 for 9.0."""
-        major, minor = torch.cuda.get_device_capability(device)
-        return major * 10 + minor
+    def __call__(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Launch on the device's current stream."""
+        if self._driver.current_device() == self._device:
+            self._start(tensors)
+        else:
+            with torch.cuda.device(self._device):
+                self._start(tensors)
 
-    def memory(self, size: int, device: int) -> torch.Tensor:
-        """Take memory that may be given back as soon as the launch is enqueued: torch reuses it in stream order."""
-        return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
-
-    def enter(self, device: int) -> None:
-        """Make a device's primary context, which torch uses, the thread's own."""
-        context = self._contexts.get(device)
-        if context is None:
-            number, context = ctypes.c_int(), ctypes.c_void_p()
-            self._check(self._cuda.cuInit(0))
-            self._check(self._cuda.cuDeviceGet(ctypes.byref(number), device))
-            self._check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), number))
-            self._contexts[device] = context
-        self._check(self._cuda.cuCtxSetCurrent(context))
-
-    def load(self, binary: Binary, device: int) -> int:
-        """Load a kernel on a device and let it have the shared memory that it needs; give the function's handle."""
-        with torch.cuda.device(device):
-            self.enter(device)
-            module, function = ctypes.c_void_p(), ctypes.c_void_p()
-            self._check(self._cuda.cuModuleLoadData(ctypes.byref(module), binary.code))
-            self._check(self._cuda.cuModuleGetFunction(ctypes.byref(function), module, binary.name.encode()))
-            if binary.shared > SHARED_WITHOUT_ASKING:
-                self._check(self._cuda.cuFuncSetCacheConfig(function, PREFER_SHARED))
-                self._check(self._cuda.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, binary.shared))
-        return cast("int", function.value)
-
-    def explain(self, code: int) -> str:
-        """Put an error code in words."""
-        text = ctypes.c_char_p()
-        self._cuda.cuGetErrorString(code, ctypes.byref(text))
-        return f"{(text.value or b'unknown error').decode()} (CUDA driver error {code})"
-
-    def _check(self, code: int) -> None:
-        if code:
-            raise RuntimeError(f"the CUDA driver refuses to load a kernel: {self.explain(code)}")
+    def _start(self, tensors: Iterable[torch.Tensor]) -> None:
+        driver, block = self._driver, self._block
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        scratch = self._bound.scratch(self._grid) if self._scratch else None
+        if scratch is not None:
+            addresses.append(scratch.data_ptr())
+        stream = driver.stream(self._device)
+        with block.lock:
+            block.memory[STREAM // 8] = stream
+            self._addresses.pack_into(block.memory, ADDRESSES, *addresses)
+            code = driver.start(*block.at)
+            if code:
+                self._bound.start_again(code, block, self._grid)
 
 
-def _raw_stream() -> Callable[[int], int]:
-    """Give torch's question for the current stream's handle: its own for compiled code, far cheaper than an object."""
-    raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001
-    return raw or (lambda device: torch.cuda.current_stream(device).cuda_stream)
+def programs(grid: tuple[int, ...]) -> tuple[int, int, int]:
+    """Give a grid all of its three axes."""
+    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+    return x, y, z
