@@ -27,7 +27,7 @@ ROWS = (
     ("adapters", "distributed", "bench", "lab"),
     ("testing",),
     ("api",),
-    ("autograd",),
+    ("autograd", "autograd_softmax"),
     ("arguments",),
     ("dispatch",),
     ("reference",),

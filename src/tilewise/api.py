@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from tilewise import autograd, dispatch
+from tilewise import autograd, autograd_softmax, dispatch
 from tilewise.arguments import (
     Window,
     autocast,
@@ -432,11 +432,15 @@ def merge(
 def softmax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """Compute ``exp(x - max) / sum(exp(x - max))`` along ``dim``; a row of -inf gives zeros, never NaN.
 
+    Sums are in float32 or better. On a GPU a kernel of tilewise computes it, where Triton is there to compile it: it
+    reads and writes a row once as long as the chip holds it, and reads longer ones twice. PyTorch's operators serve
+    elsewhere, inside torch.func's transforms, and where `use_backend` asks for another backend than triton_portable.
+
     Args:
-        x: any shape, floating point. dim: the axis to normalise over.
+        x: any shape and strides, floating point. dim: the axis to normalise over.
 
     Returns:
-        A tensor like x, differentiable.
+        A tensor like x, differentiable any number of times.
 
     Raises:
         TypeError: x is not a floating point tensor. IndexError: there is no such axis.
@@ -448,7 +452,10 @@ def softmax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     check_tensors(x=x)
     if not x.is_floating_point():
         raise mismatch("softmax needs floating point numbers", x.dtype, "Convert with .float()")
-    return torch_ops.softmax(x, dim)
+    axes = max(x.ndim, 1)  # a number counts as a row of one
+    if not -axes <= dim < axes:
+        raise IndexError(f"dim must be from {-axes} to {axes - 1} here; got {dim}. Count the axes of {tuple(x.shape)}")
+    return autograd_softmax.call(x, dim)
 
 
 def explain(function: Callable[..., object], *args: object, **options: object) -> dispatch.Plan:

@@ -162,6 +162,60 @@ def _serving(problem: Problem, name: str | None) -> Backend:
     return load("torch_tiled") if problem.is_empty else backend
 
 
+# ---- softmax --------------------------------------------------------------------------------------------------------
+
+
+class SoftmaxBackend(Protocol):
+    """What computes a softmax and its gradient."""
+
+    def softmax(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Compute p along dim; rows of -inf give zeros."""
+
+    def softmax_backward(self, p: torch.Tensor, dp: torch.Tensor, dim: int) -> torch.Tensor:
+        """Compute ``ds = p * (dp - sum(p * dp))``."""
+
+
+class SoftmaxKernels(SoftmaxBackend, Protocol):
+    """One that may refuse."""
+
+    def why_not(self, x: torch.Tensor) -> str | None:
+        """Say why it cannot serve a tensor, or None."""
+
+
+def softmax_kernels(x: torch.Tensor) -> SoftmaxKernels | None:
+    """Give the kernels that serve a softmax of x; None where PyTorch's own operators must, or another is asked for."""
+    if requested() not in (None, "triton_portable"):
+        return None
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":  # not worth importing triton to be told so
+        return None
+    kernels = _triton_softmax()
+    return kernels if kernels is not None and kernels.why_not(x) is None else None
+
+
+@cache
+def _triton_softmax() -> SoftmaxKernels | None:
+    try:
+        return cast("SoftmaxKernels", importlib.import_module("tilewise.backends.triton_softmax"))
+    except ModuleNotFoundError as absent:
+        if (absent.name or "").partition(".")[0] != "triton":
+            raise
+        return None
+
+
+def _softmax_backend(x: torch.Tensor) -> SoftmaxBackend:
+    return softmax_kernels(x) or cast("SoftmaxBackend", importlib.import_module("tilewise.backends.torch_ops"))
+
+
+def softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Compute a softmax by the kernels where they serve x, else by PyTorch's operators."""
+    return _softmax_backend(x).softmax(x, dim)
+
+
+def softmax_backward(p: torch.Tensor, dp: torch.Tensor, dim: int) -> torch.Tensor:
+    """Compute a softmax's gradient likewise."""
+    return _softmax_backend(p).softmax_backward(p, dp, dim)
+
+
 # ---- explain --------------------------------------------------------------------------------------------------------
 
 explaining: ContextVar[bool] = ContextVar("tilewise_explaining", default=False)

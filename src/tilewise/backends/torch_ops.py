@@ -43,3 +43,8 @@ def softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.softmax(x, dim)
     hidden = x.detach().amax(dim, keepdim=True) == -math.inf
     return torch.softmax(x.masked_fill(hidden, 0), dim).masked_fill(hidden, 0)
+
+
+def softmax_backward(p: torch.Tensor, dp: torch.Tensor, dim: int) -> torch.Tensor:
+    """Give ``ds = p * (dp - sum(p * dp))`` along dim, the gradient of the scores."""
+    return torch.ops.aten._softmax_backward_data(dp, p, dim, p.dtype)  # type: ignore[no-any-return]  # noqa: SLF001

@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
+import triton
 
 from tilewise.backends.compile import Constant
 from tilewise.backends.launch import launch
@@ -23,12 +24,21 @@ VECTOR = 16  # bytes that one thread loads at once
 HELD = 32
 MAX_OUTERS = 65535  # programs along the second axis of a grid
 
+# How longer rows are gone over: programs of 1024 threads, each with this many values of every tensor (in float64 half),
+# two programs on a multiprocessor. Of some 20 tilings on an H200 in float16 it was the fastest at 65,536 and at 262,144
+# columns, forward and backward: benchmarks/results/h200-softmax-sweep.json.
+ONLINE_THREADS, ONLINE_HELD, ONLINE_PROGRAMS = 1024, 16, 2
+# Rows of more are gone over online, though 1024 threads could hold 32,768 in registers. Such a program has a
+# multiprocessor to itself, and nothing is loaded while it computes and stores: at 32,768 columns it reached 0.73 of a
+# copy's speed (benchmarks/results/h200-softmax.json), less than online rows of twice the length, which are read twice.
+ONCE_COLS = 16384
+
 
 class Tiling(NamedTuple):
     """How a row is gone over: `online` in blocks of ``lanes * span`` columns, twice; else as one block, once.
 
-    ``programs`` bounds the programs of an online launch, so that the rows in flight stay in the L2 cache until they are
-    read again; 0 = no bound.
+    ``programs`` bounds the programs of an online launch to those that run at once, each with rows of its own; 0 = no
+    bound.
     """
 
     online: bool
@@ -57,13 +67,20 @@ class Facts(NamedTuple):
 
 def why_not(x: torch.Tensor) -> str | None:
     """Say why these kernels cannot serve a tensor, or None."""
-    if not x.is_cuda:
-        return f"needs a GPU, the tensor is on {x.device}"
     if x.dtype not in DTYPES:
         return f"has no kernel for {x.dtype}"
-    if x.dtype == torch.bfloat16 and torch.version.hip is None and torch.cuda.get_device_capability(x.device) < (8, 0):
-        return "bfloat16 needs compute capability 8.0"
+    if not x.is_cuda:
+        if x.device.type == "cpu" and not isinstance(kernels.softmax_once, triton.JITFunction):
+            return None  # the interpreter's
+        return f"needs a GPU, the tensor is on {x.device}"
+    if x.dtype == torch.bfloat16 and torch.version.hip is None and _capability(x.device) < (8, 0):
+        return "bfloat16 needs compute capability 8.0 or newer"
     return None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def softmax(x: torch.Tensor, dim: int, tiling: Tiling | None = None) -> torch.Tensor:
@@ -229,43 +246,42 @@ def facts_of(axes: Axes, itemsize: int, aligned: bool) -> Facts:
 
 @cache
 def device_figures(device: torch.device) -> tuple[int, int]:
-    """Give the number of multiprocessors and the bytes of L2 cache; small figures for a CPU that interprets."""
+    """Give the number of multiprocessors and the threads of a warp; small figures for a CPU that interprets."""
     if device.type != "cuda":
-        return 2, 1 << 16
+        return 2, 32
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, int(getattr(properties, "L2_cache_size", 0)) or 32 << 20
+    return properties.multi_processor_count, properties.warp_size
 
 
-def choose_tiling(axes: Axes, facts: Facts, itemsize: int, tensors: int, sms: int, l2_bytes: int) -> Tiling:
+def choose_tiling(axes: Axes, facts: Facts, itemsize: int, tensors: int, sms: int, warp: int) -> Tiling:
     """Choose tiles of as many elements as threads can hold; rows that do not fit go online.
 
-    >>> choose_tiling(Axes((1, 8192, 4096), ((0, 4096, 1),)), Facts("cols", 8, 1, 8), 2, 2, 132, 50 << 20)
+    >>> choose_tiling(Axes((1, 8192, 4096), ((0, 4096, 1),)), Facts("cols", 8, 1, 8), 2, 2, 132, 32)
     Tiling(online=False, block_rows=1, lanes=4096, span=1, num_warps=4, programs=0)
-    >>> choose_tiling(Axes((1, 4096, 65536), ((0, 65536, 1),)), Facts("cols", 8, 1, 8), 2, 2, 132, 50 << 20)
-    Tiling(online=True, block_rows=1, lanes=2048, span=8, num_warps=16, programs=264)
+    >>> choose_tiling(Axes((1, 4096, 65536), ((0, 65536, 1),)), Facts("cols", 8, 1, 8), 2, 2, 132, 32)
+    Tiling(online=True, block_rows=1, lanes=2048, span=8, num_warps=32, programs=264)
     """
     _, rows, cols = axes.sizes
     block_cols = _power_of_two(cols)
-    per_warp = 32 * HELD // (tensors - 1) // (2 if itemsize == 8 else 1)
-    most = 32 * per_warp
+    wide = 2 if itemsize == 8 else 1
+    per_warp = warp * HELD // (tensors - 1) // wide
+    most = 1024 // warp * per_warp
     if facts.dense == "rows":
         # Threads side by side take rows side by side: 128 bytes of them where there are as many.
-        wide = block_rows = min(128 // itemsize, _power_of_two(rows))
+        most_rows = block_rows = min(128 // itemsize, _power_of_two(rows))
         while block_rows * block_cols > most and block_rows * itemsize > 32:
             block_rows //= 2
         elements = block_rows * block_cols
         if elements <= most:
             return Tiling(False, block_rows, block_cols, 1, max(elements // per_warp, 1))
-        return Tiling(True, wide, max(4 * per_warp // wide, 1), 1, 4)
+        return Tiling(True, most_rows, max(4 * per_warp // most_rows, 1), 1, 4)
     if 2 * block_cols <= per_warp:  # a warp takes several rows whole, so that none is shared between warps
         return Tiling(False, min(4 * per_warp // block_cols, _power_of_two(rows)), block_cols, 1, 4)
-    if block_cols <= most:
+    if block_cols <= min(most, ONCE_COLS):
         return Tiling(False, 1, block_cols, 1, max(block_cols // per_warp, 1))
     span = facts.unit if facts.dense == "cols" else 1
-    num_warps = 8 if itemsize == 8 else 16
-    in_flight = l2_bytes * 3 // 4 // (cols * itemsize * (tensors - 1))  # rows of the inputs
-    programs = sms * min(max(in_flight // sms, 1), 4)
-    return Tiling(True, 1, num_warps * per_warp // span, span, num_warps, programs)
+    lanes = ONLINE_THREADS * ONLINE_HELD // wide // span
+    return Tiling(True, 1, lanes, span, ONLINE_THREADS // warp, ONLINE_PROGRAMS * sms)
 
 
 def _power_of_two(size: int) -> int:
