@@ -238,10 +238,33 @@ def test_five_minutes_are_kept_and_what_is_dropped_for_them_says_so(speed: float
     assert len(report.rows) == 9 * (1 + backward)
     dropped = [row for row in report.rows if row.status == "time"]
     assert all(" s of 300 s are left for this length" in row.note and row.times == () for row in dropped)
-    assert bool(dropped) == (speed > 0.01)
+    if speed == 0.01:
+        assert dropped == []
     if speed == 0.3:
         assert {row.name for row in dropped} <= {"tilewise/middling", "numpy/slow"}
-        assert clock.now > 100, "time that is there is used"
+        assert clock.now > 80, "time that is there is used"
+    if speed >= 3:
+        assert ("numpy/slow", 256) in {(row.name, row.length) for row in dropped}
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_machine_that_becomes_slower_does_not_break_the_plan() -> None:
+    clock = FakeClock()
+
+    class Slowing(Worker):
+        def forward(self) -> object:
+            self.seconds *= 1.6
+            return super().forward()
+
+    def slowing(name: str) -> Implementation:
+        def prepare(case: Case, inputs: Inputs) -> Run:
+            return Slowing(clock, 0.5, KNOWN["naive"].prepare(case, inputs))
+
+        return replace(KNOWN["naive"], name=name, prepare=prepare)
+
+    report = Bench(settings(seconds=60.0), [slowing("peer/a"), slowing("peer/b")], clock=clock).run()
+    assert clock.now < 75, "the last run begun may come too late, no other"
+    assert {row.status for row in report.rows} == {"ok"}
 
 
 @pytest.mark.usefixtures("_quick")
@@ -283,16 +306,16 @@ def test_rounds_take_turns() -> None:
 
     report = Bench(settings(), [turning("peer/a", 1.0), turning("peer/b", 1.5)], clock=clock).run()
     turns = [each for index, each in enumerate(order) if index == 0 or each != order[index - 1]]
-    assert len(turns) >= 6
-    assert turns == [1.0, 1.5] * (len(turns) // 2)
+    assert turns[:6] == [1.0, 1.5] * 3
+    assert order.count(1.0) > order.count(1.5), "what is quick takes part in more rounds"
     assert only_row(report, "peer/a").median == 1.0
 
 
 def test_with_little_time_the_quickest_are_kept() -> None:
     dropped = plan.admit({"a": 1.0, "b": 100.0, "c": 2.0}, left=30.0)
     assert set(dropped) == {"b"}
-    count, late = plan.rounds({"a": 1.0, "c": 50.0}, 0.05, share=10.0, left=20.0)
-    assert (count, set(late)) == (5, {"c"})
+    counts, late = plan.rounds({"a": 1.0, "c": 50.0}, 0.05, share=15.0, left=20.0)
+    assert (counts, set(late)) == ({"a": 6}, {"c"})
 
 
 @pytest.mark.usefixtures("_quick")

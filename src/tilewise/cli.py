@@ -201,9 +201,11 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    shown = console.is_terminal
+    # Drawn between runs and never by a thread of its own, which would take time from what is being timed.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not shown) as progress:
         task = progress.add_task("", total=1.0)
-        yield lambda doing, done: progress.update(task, completed=done, description=doing)
+        yield lambda doing, done: progress.update(task, completed=done, description=doing, refresh=True)
 
 
 # ---- info -----------------------------------------------------------------------------------------------------------

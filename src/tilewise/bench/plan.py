@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 9
+ENOUGH_SECONDS = 40.0  # beyond the fewest rounds, for all rows of one length: more makes no median better
+CAUTION = 0.8  # runs may become slower than the first one was
 _RUNS_A_ROUND = 2  # one that finds the block size and warms up, one that counts
 
 
@@ -23,6 +25,7 @@ class Budget:
         self, seconds: float, weights: Sequence[float], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.seconds = seconds
+        self.kept = 0.0  # for what follows the last group
         self._clock = clock
         self._start = clock()
         self._weights = list(weights)
@@ -35,7 +38,7 @@ class Budget:
     @property
     def left(self) -> float:
         """Seconds that may still be spent."""
-        return max(self.seconds - self.spent, 0.0)
+        return max(self.seconds - self.kept - self.spent, 0.0)
 
     def share(self, group: int) -> float:
         """Give the seconds that this group may take if all later ones get theirs by weight.
@@ -60,23 +63,28 @@ class Budget:
 def admit(estimates: Mapping[str, float], left: float) -> dict[str, float]:
     """Choose which rows to begin, quickest first, so that each can be checked and timed in the time left.
 
-    Gives the dropped ones, with the seconds that each would need.
+    Gives the dropped ones, with the seconds that each would need together with those that are begun.
 
     >>> admit({"fast": 0.5, "slow": 10.0}, left=20.0)
-    {'slow': 70.0}
+    {'slow': 73.5}
     """
     dropped: dict[str, float] = {}
+    taken = 0.0
     for name, seconds in sorted(estimates.items(), key=lambda item: item[1]):
-        need = seconds * (1 + _RUNS_A_ROUND * LEAST_ROUNDS)
+        need = taken + seconds * (1 + _RUNS_A_ROUND * LEAST_ROUNDS)
         if need <= left:
-            left -= need
+            taken = need
         else:
             dropped[name] = need
     return dropped
 
 
-def rounds(seconds: Mapping[str, float], least: float, share: float, left: float) -> tuple[int, dict[str, float]]:
-    """Choose how many interleaved rounds to time, and what must be dropped for them, slowest first.
+def rounds(
+    seconds: Mapping[str, float], least: float, share: float, left: float
+) -> tuple[dict[str, int], dict[str, float]]:
+    """Choose how many interleaved rounds each row takes part in, and what must be dropped for them, slowest first.
+
+    All take part in the fewest rounds; what is spare then is divided equally, so that quick rows have more.
 
     Args:
         seconds: what one run of each takes.
@@ -84,21 +92,23 @@ def rounds(seconds: Mapping[str, float], least: float, share: float, left: float
         share: seconds meant for this; more are used where the fewest rounds need them.
         left: seconds that there are.
 
-    Gives the number of rounds and the dropped, with the seconds that each would need.
+    Gives the number of rounds of each, and the dropped, with the seconds that each would need beside the quicker ones.
 
-    >>> rounds({"fast": 0.1, "slow": 2.0}, least=0.1, share=21.5, left=100.0)
-    (5, {})
-    >>> rounds({"fast": 0.1, "slow": 2.0}, least=0.1, share=0.0, left=1.0)
-    (3, {'slow': 12.0})
+    >>> rounds({"fast": 0.5, "slow": 2.0}, least=0.1, share=35.0, left=100.0)
+    ({'fast': 9, 'slow': 4}, {})
+    >>> rounds({"fast": 0.5, "slow": 2.0}, least=0.1, share=0.0, left=5.0)
+    ({'fast': 3}, {'slow': 15.0})
     """
     kept = {name: round_seconds(each, least) for name, each in seconds.items()}
     dropped: dict[str, float] = {}
     while kept and LEAST_ROUNDS * sum(kept.values()) > left:
         slowest = max(kept, key=lambda name: kept[name])
-        dropped[slowest] = LEAST_ROUNDS * kept.pop(slowest)
-    one = sum(kept.values())
-    count = math.floor(min(share, left) / one) if one else MOST_ROUNDS
-    return max(LEAST_ROUNDS, min(count, MOST_ROUNDS)), dropped
+        dropped[slowest] = LEAST_ROUNDS * sum(kept.values())
+        del kept[slowest]
+    spare = CAUTION * min(share, left) - LEAST_ROUNDS * sum(kept.values())
+    each_spare = min(max(spare, 0.0), ENOUGH_SECONDS) / max(len(kept), 1)
+    counts = {name: LEAST_ROUNDS + math.floor(each_spare / each) for name, each in kept.items()}
+    return {name: min(count, MOST_ROUNDS) for name, count in counts.items()}, dropped
 
 
 def round_seconds(run: float, least: float) -> float:

@@ -19,7 +19,7 @@ from tilewise.bench.cases import DTYPES, Case
 from tilewise.bench.clock import Stopwatch, spread
 from tilewise.bench.implementations import Implementation, Pass, Run, implementations, plan
 from tilewise.bench.judge import ORACLE_BYTES, Judge
-from tilewise.bench.plan import Budget, admit, rounds
+from tilewise.bench.plan import Budget, admit, round_seconds, rounds
 from tilewise.bench.provenance import provenance
 from tilewise.bench.real_input import agreement
 from tilewise.bench.report import Report, Row, TensorError
@@ -31,7 +31,6 @@ Tell = Callable[[str, float], None]  # what is being done, and how much of the w
 
 ROUND_SECONDS = 0.05  # that a round gives to a run which is shorter
 WARM_SECONDS = 0.5  # a run shorter than that is warmed up before it is measured for the first time
-RESERVE_SECONDS = 5.0  # kept for what follows the rows
 _CPU_SCORES, _GPU_SCORES = 2**23, 2**25  # what the oracle looks at, at the most
 STEADY = 1.2  # a roof that rises by more than that was measured on a busy machine
 _FAILURES = (RuntimeError, MemoryError, ValueError, TypeError, NotImplementedError, ArithmeticError)
@@ -176,9 +175,9 @@ class Bench:
             (length, which) for length in sorted(set(self.settings.lengths)) for which in self.settings.passes
         ]
         floor = 1e9 if self.settings.device == "cpu" else 5e12  # operations that take about as long as what is fixed
-        weights = [float(self.settings.case(n).flops(backward=w == "backward")) + floor for n, w in self.groups]
-        reserve = min(RESERVE_SECONDS, self.settings.seconds / 20)
-        self.budget = Budget(self.settings.seconds - reserve, weights, self.clock)
+        pairs = [self.settings.case(n).shape.size_scores * (3.5 if w == "backward" else 1) for n, w in self.groups]
+        weights = [4.0 * self.settings.dim * each + floor for each in pairs]  # untiled forms compute hidden pairs too
+        self.budget = Budget(self.settings.seconds, weights, self.clock)
         self._total = sum(weights)
         self._done = [sum(weights[:group]) / self._total for group in range(len(weights) + 1)]
         self._measured: dict[tuple[str, str], float] = {}  # seconds of a run / predicted, at the last length
@@ -191,14 +190,18 @@ class Bench:
         self.tell("measuring the roof", 0.0)
         rates = detect.measure_rates(settings.device, settings.dtype)
         self.device = rates.on(detect.detect(settings.device))
+        self.budget.kept = 2 * self.budget.spent  # the roof is measured again at the end
+        self.tell("real input", 0.0)
+        real, note = agreement(settings.device, settings.dtype, self.known)
         absent = self._absent()
         rows = [row for group in range(len(self.groups)) for row in self._group(group, absent)]
-        self.tell("the roof again, and the real input", 1.0)
+        self.tell("the roof again", 1.0)
         after = detect.measure_rates(settings.device, settings.dtype)
         if after.matmul > STEADY * rates.matmul or after.bandwidth > STEADY * rates.bandwidth:
             again = f"copy {after.bandwidth / 1e9:,.1f} GB/s, matrix product {after.matmul / 1e12:,.3g} TFLOP/s"
-            self._notes[f"The machine was busy at first: at the end its roof was {again}, and model ms is too large."] = None
-        real, note = agreement(settings.device, settings.dtype, self.known)
+            self._notes[
+                f"The machine was busy at first: at the end its roof was {again}, and model ms is too large."
+            ] = None
         if settings.backward:
             self._notes["A backward row's time is of the backward pass alone, its memory of both passes."] = None
         environment, command = provenance(settings.device)
@@ -276,8 +279,11 @@ class Bench:
         """Set aside what would take too long, by what was measured before or, at first, by the model."""
         estimates = {each.name: self._estimate(each, rows[each.name]) for each in fitting}
         for name, need in admit(estimates, limit).items():
-            note = f"needs about {need:.0f} s, {limit:.0f} s of {self.settings.seconds:.0f} s are left for this length"
-            rows[name] = replace(rows[name], status="time", note=note)
+            rows[name] = replace(rows[name], status="time", note=self._no_time(need, limit))
+
+    def _no_time(self, need: float, limit: float) -> str:
+        left = f"{limit:.0f} s of {self.settings.seconds:.0f} s are left for this length"
+        return f"needs about {need:.0f} s with the quicker rows, {left}"
 
     def _estimate(self, each: Implementation, row: Row) -> float:
         slowness = self._measured.get((each.name, row.which), each.slowness)
@@ -353,28 +359,31 @@ class Bench:
     ) -> None:
         """Time in interleaved rounds, so that whatever disturbs the machine disturbs all alike."""
         length, which = self.groups[group]
-        count, dropped = rounds(once, ROUND_SECONDS, share, limit)
+        counts, dropped = rounds(once, ROUND_SECONDS, share, limit)
         for name, need in dropped.items():
-            left = f"{max(limit, 0):.0f} s of {self.settings.seconds:.0f} s are left for this length"
-            note = f"timing needs {need:.0f} s, {left}; one run took {once[name]:.2g} s"
+            note = f"one run took {once[name]:.2g} s; timing {self._no_time(need, max(limit, 0.0))}"
             rows[name] = replace(rows[name], status="time", note=note)
-        live = {name: run for name, run in ready.items() if name not in dropped}
-        times: dict[str, list[float]] = {name: [] for name in live}
-        for turn in range(count):
-            begin = self.budget.spent
-            for index, name in enumerate(list(live)):
-                done = 0.3 + 0.7 * (turn + index / len(live)) / count
-                self._say(group, done, f"{which} N={length}: round {turn + 1} of {count}, {name}")
+        times: dict[str, list[float]] = {name: [] for name in counts}
+        for turn in range(max(counts.values(), default=0)):
+            for name in [name for name, count in counts.items() if turn < count and rows[name].status == "ok"]:
+                need = round_seconds(max([once[name], *times[name][-1:]]), ROUND_SECONDS)
+                if need > self.budget.left:  # the machine has become slower
+                    continue
+                done = 0.3 + 0.7 * turn / max(counts.values())
+                self._say(group, done, f"{which} N={length}: round {turn + 1}, {name}")
                 try:
-                    times[name] += self._round(live[name], which)
+                    times[name] += self._round(ready[name], which)
                 except _FAILURES as error:
                     rows[name] = _failed(rows[name], error)
-                    del live[name], times[name]
                     self._free()
-            if self.budget.left < self.budget.spent - begin:  # the machine has become slower: no time for another
-                break
+        for name in counts:
+            if not times[name] and rows[name].status == "ok":
+                note = f"the machine has become slower, no time is left; one run took {once[name]:.2g} s"
+                rows[name] = replace(rows[name], status="time", note=note)
         work = self.settings.case(length).flops(backward=which == "backward")
         for name, measured in times.items():
+            if rows[name].status != "ok":
+                continue
             p20, median, p80 = spread(measured)
             rows[name] = replace(
                 rows[name], times=tuple(measured), median=median, p20=p20, p80=p80, tflops=work / median / 1e12

@@ -21,7 +21,7 @@ WIDTH = 118  # where the output is no terminal
 
 
 class Table:
-    """A titled table of text; the second column and those named are left-aligned."""
+    """A titled table of text; ``left`` names the columns that are left-aligned."""
 
     def __init__(self, title: str, columns: Sequence[str], left: Sequence[int] = (1,)) -> None:
         self.title = title
@@ -55,7 +55,7 @@ class Table:
         for index, name in enumerate(self.columns):
             table.add_column(name, justify="left" if index in self.left else "right", no_wrap=True)
         for index, cells in enumerate(self.rows):
-            style = "bold" if cells[1].startswith("tilewise/") else None
+            style = "bold" if any(cell.startswith("tilewise/") for cell in cells[:2]) else None
             table.add_row(*(Text(cell) for cell in cells), style=style, end_section=index in self.ends)
         yield table
 
@@ -176,11 +176,11 @@ def memory_table(report: Report, which: str) -> Table:
 
 def agreement_table(found: Sequence[Agreement]) -> Table:
     """Say who agrees on the real input."""
-    table = Table("", ("", "implementation", "worst tensor", "error", "budget", "agree"), (1, 2))
+    table = Table("", ("implementation", "worst tensor", "error", "budget", "agree"), (0, 1))
     for entry in found:
         worst = entry.worst
         told = worst.tensor if worst else entry.note
-        table.add("", entry.name, told, *error_cells(worst), "yes" if entry.agrees else "NO")
+        table.add(entry.name, told, *error_cells(worst), "yes" if entry.agrees else "NO")
     return table
 
 
