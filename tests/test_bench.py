@@ -82,7 +82,7 @@ def test_the_timed_calls_give_what_was_checked() -> None:
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
-@pytest.mark.parametrize("changes", [{}, {"causal": True}, {"window": 9}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"causal": True}, {"window": 9}, {"alibi": True}], ids=str)
 def test_what_is_said_to_be_needed_before_a_run_covers_what_it_then_takes(
     changes: dict[str, object], which: Pass
 ) -> None:
@@ -94,7 +94,17 @@ def test_what_is_said_to_be_needed_before_a_run_covers_what_it_then_takes(
         with ready.active():
             _, held = memory.peak(lambda ready=ready, d_out=d_out: ready.outcome(d_out), "cpu", each.meter)  # type: ignore[misc]
         assert held is not None
-        assert held + ready.prepared_bytes <= each.need(case, which), each.name
+        assert held <= each.need(case, which), each.name
+        assert ready.prepared_bytes <= each.dense(case), each.name
+
+
+def test_who_needs_the_same_dense_mask_shares_it() -> None:
+    case = replace(SMALL, window=5)
+    inputs = case.inputs(0)
+    for name in ("sdpa/math", "sdpa/flash", "naive", "tilewise/torch_tiled"):
+        KNOWN[name].prepare(case, inputs)
+    assert inputs.made is not None
+    assert set(inputs.made) == {"dense", "hidden"}
 
 
 def test_an_untiled_form_is_said_to_need_its_score_matrices() -> None:

@@ -101,6 +101,18 @@ def test_an_implementation_that_would_not_fit_is_a_row_with_the_number_and_is_ne
 
 
 @pytest.mark.usefixtures("_quick")
+def test_a_dense_mask_counts_for_all_who_run_beside_it() -> None:
+    heavy = replace(KNOWN["sdpa/math"], need=lambda *_: GIB, dense=lambda _: 2 * GIB)
+    beside = replace(KNOWN["naive"], need=lambda *_: 3 * GIB)
+    too_heavy = replace(KNOWN["sdpa/flash"], need=lambda *_: GIB, dense=lambda _: 9 * GIB)
+    report = Bench(settings(memory=4 * GIB), (heavy, beside, too_heavy)).run()
+    told = {row.name: row.note for row in report.rows}
+    assert told["sdpa/math"] == ""
+    assert told["naive"].startswith("needs 5.0 GiB"), "with the mask that SDPA holds"
+    assert told["sdpa/flash"].startswith("needs 10.0 GiB")
+
+
+@pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize(
     ("error", "text", "status"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,13 +16,26 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class Inputs(NamedTuple):
-    """The data of a case; d_out is what the backward pass starts from."""
+    """The data of a case.
+
+    d_out is what the backward pass starts from. ``made`` keeps dense masks and biases, so that implementations that
+    need the same one share it; None: each makes its own.
+    """
 
     q: torch.Tensor  # (batch, heads_q, length, dim)
     k: torch.Tensor  # (batch, heads_kv, length, dim)
     v: torch.Tensor
     d_out: torch.Tensor
     alibi_slopes: torch.Tensor | None = None  # (heads_q,)
+    made: dict[str, torch.Tensor | None] | None = None
+
+    def share(self, name: str, make: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        """Give what goes by a name here, made on first use."""
+        if self.made is None:
+            return make()
+        if name not in self.made:
+            self.made[name] = make()
+        return self.made[name]
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,11 @@ class Case:
         return 0 if self.causal else self.window
 
     @property
+    def is_masked(self) -> bool:
+        """True where some key is hidden from some query."""
+        return self.left is not None or self.right is not None or self.kv_stop is not None
+
+    @property
     def shape(self) -> Shape:
         """The sizes as the counting model takes them."""
         return Shape(
@@ -106,7 +125,7 @@ class Case:
             return torch.randn(shape, generator=generator, device=self.device, dtype=getattr(torch, self.dtype))
 
         q, k, v, d_out = (draw(heads) for heads in (self.heads_q, self.heads_kv, self.heads_kv, self.heads_q))
-        return Inputs(q, k, v, d_out, self.slopes() if self.alibi else None)
+        return Inputs(q, k, v, d_out, self.slopes() if self.alibi else None, {})
 
     def slopes(self) -> torch.Tensor:
         """Give ALiBi's slopes, 2^(-8/heads), 2^(-16/heads), ... (Press et al., arXiv:2108.12409), in float32."""
@@ -115,7 +134,7 @@ class Case:
 
     def hidden(self) -> torch.Tensor | None:
         """Make the matrix that says which keys are hidden, (length, length); None where none is."""
-        if self.left is None and self.right is None and self.kv_stop is None:
+        if not self.is_masked:
             return None
         position = torch.arange(self.length, device=self.device)
         stop = self.length if self.kv_stop is None else self.kv_stop

@@ -74,6 +74,7 @@ class Implementation:
         prepare: makes it ready on a case's data.
         predict: its cost by the counting model.
         need: bytes it takes beyond the inputs, an upper estimate, made before anything is allocated.
+        dense: bytes of the dense mask or bias that it needs too, as little as all who need it share.
         meter: who can tell the memory it took: torch's allocator or Python's.
         slowness: how many times the counting model's least time to expect before anything was measured.
     """
@@ -83,6 +84,7 @@ class Implementation:
     prepare: Callable[[Case, Inputs], Run]
     predict: Callable[[Case, Pass], Cost]
     need: Callable[[Case, Pass], int]
+    dense: Callable[[Case], int]
     meter: Literal["torch", "numpy"] = "torch"
     slowness: float = 6.0
 
@@ -146,8 +148,11 @@ class TorchRun:
 
 def _naive_prepare(case: Case, inputs: Inputs) -> TorchRun:
     """The textbook's three lines, the whole score matrix in memory."""
-    hidden = case.hidden()
-    bias = None if inputs.alibi_slopes is None else case.distance_bias(inputs.alibi_slopes)
+    bias = hidden = None
+    if inputs.alibi_slopes is None:
+        hidden = inputs.share("hidden", case.hidden)
+    else:
+        bias = inputs.share("dense", lambda: case.dense_bias(inputs.alibi_slopes))
     group = case.heads_q // case.heads_kv
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool) -> tuple[torch.Tensor, None]:
@@ -166,7 +171,7 @@ def _naive_prepare(case: Case, inputs: Inputs) -> TorchRun:
 def _sdpa_prepare(backend: SDPBackend, case: Case, inputs: Inputs) -> TorchRun:
     """PyTorch's own attention, held to one of its kernels; a window, a bias or padding become a dense mask."""
     causal_alone = case.causal and case.window is None and case.kv_stop is None and inputs.alibi_slopes is None
-    bias = None if causal_alone else case.dense_bias(inputs.alibi_slopes)
+    bias = None if causal_alone else inputs.share("dense", lambda: case.dense_bias(inputs.alibi_slopes))
     grouped = case.heads_q != case.heads_kv
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool) -> tuple[torch.Tensor, None]:
@@ -324,7 +329,7 @@ def _untiled(case: Case, which: Pass) -> Cost:
 
 
 def _eager(case: Case, which: Pass) -> Cost:
-    masked = case.left is not None or case.right is not None or case.alibi or case.kv_stop is not None
+    masked = case.is_masked or case.alibi
     if which == "backward":
         return cost.naive_backward(case.shape)
     return cost.eager(case.shape, scale=True, mask=masked, dropout=False)
@@ -347,25 +352,27 @@ def _linear_need(case: Case, which: Pass) -> int:
     return (2 if which == "forward" else 4) * case.input_bytes + _SLACK
 
 
-def _dense_need(case: Case) -> int:
-    """Give the bytes of the dense matrix that SDPA needs in place of a band, a bias or padding."""
-    if case.window is None and not case.alibi and case.kv_stop is None:
-        return 0
-    return case.length**2 * ((case.heads_q if case.alibi else 1) * case.itemsize + 1 + (8 if case.alibi else 0))
-
-
 def _untiled_need(name: str, case: Case, which: Pass) -> int:
     matrix = case.length**2 * max(case.itemsize, 4 if name != "naive" else 0)
     heads = 1 if name == "numpy/naive" else case.batch * case.heads_q
     held = _MATRICES[name][which == "backward"] * heads
-    masked = case.length**2 if case.left is not None or case.right is not None or case.kv_stop is not None else 0
-    return math.ceil(held * matrix) + masked + _linear_need(case, which) + _dense_need(case)
+    return math.ceil(held * matrix) + case.length**2 * case.is_masked + _linear_need(case, which)
 
 
-def _sdpa_need(name: str, case: Case, which: Pass) -> int:
-    if name == "sdpa/math":
-        return _untiled_need(name, case, which)
-    return _linear_need(case, which) + _dense_need(case)
+def _no_dense(case: Case) -> int:
+    """Need no dense matrix."""
+    return 0
+
+
+def _naive_dense(case: Case) -> int:
+    return _sdpa_dense(case) if case.alibi else case.length**2 * case.is_masked
+
+
+def _sdpa_dense(case: Case) -> int:
+    """Give the bytes of the dense matrix that SDPA needs in place of a band, a bias or padding, as it is made."""
+    if case.window is None and not case.alibi and case.kv_stop is None:
+        return 0
+    return case.length**2 * ((case.heads_q if case.alibi else 1) * case.itemsize + 1 + (8 if case.alibi else 0))
 
 
 # ---- the list -------------------------------------------------------------------------------------------------------
@@ -415,7 +422,8 @@ def implementations() -> tuple[Implementation, ...]:
         ("sdpa/cudnn", SDPBackend.CUDNN_ATTENTION),
         ("sdpa/math", SDPBackend.MATH),
     )
-    listed = [Implementation("naive", _never_absent, _naive_prepare, _untiled, partial(_untiled_need, "naive"))]
+    naive_need = partial(_untiled_need, "naive")
+    listed = [Implementation("naive", _never_absent, _naive_prepare, _untiled, naive_need, _naive_dense)]
     for name, kernel in sdpa:
         listed.append(
             Implementation(
@@ -423,7 +431,8 @@ def implementations() -> tuple[Implementation, ...]:
                 partial(_sdpa_absent, kernel),
                 partial(_sdpa_prepare, kernel),
                 _eager if kernel == SDPBackend.MATH else _tiled,
-                partial(_sdpa_need, name),
+                partial(_untiled_need, name) if kernel == SDPBackend.MATH else _linear_need,
+                _sdpa_dense,
             )
         )
     listed += [
@@ -433,19 +442,24 @@ def implementations() -> tuple[Implementation, ...]:
             partial(_tilewise_prepare, name),
             partial(_tilewise_cost, name),
             _linear_need,
+            _no_dense,
         )
         for name in dispatch.BACKENDS
     ]
-    numpy_naive_need = partial(_untiled_need, "numpy/naive")
-    return (
-        *listed,
-        Implementation(
-            "numpy/naive", _numpy_absent, partial(_numpy_prepare, False), _untiled, numpy_naive_need, "numpy", 12.0
-        ),
-        Implementation(
-            "numpy/tiled", _numpy_absent, partial(_numpy_prepare, True), _tiled, _linear_need, "numpy", 12.0
-        ),
-    )
+    for name, tiled in (("numpy/naive", False), ("numpy/tiled", True)):
+        listed.append(
+            Implementation(
+                name,
+                _numpy_absent,
+                partial(_numpy_prepare, tiled),
+                _tiled if tiled else _untiled,
+                _linear_need if tiled else partial(_untiled_need, name),
+                _no_dense,
+                meter="numpy",
+                slowness=12.0,
+            )
+        )
+    return tuple(listed)
 
 
 def _never_absent(case: Case, which: Pass) -> None:

@@ -185,6 +185,12 @@ class Bench:
 
     def run(self) -> Report:
         """Measure everything and give the report."""
+        if self.settings.device.startswith("cuda"):
+            with torch.cuda.device(self.settings.device):
+                return self._run()
+        return self._run()
+
+    def _run(self) -> Report:
         settings = self.settings
         date = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
         self.tell("measuring the roof", 0.0)
@@ -265,9 +271,16 @@ class Bench:
         self, present: Sequence[Implementation], case: Case, which: Pass, rows: dict[str, Row]
     ) -> list[Implementation]:
         """Set aside what would not fit in memory, before anything is allocated."""
-        limit, fitting = self.settings.memory, []
+        limit = self.settings.memory
+        always = case.input_bytes * (2 if which == "forward" else 4)  # and what the oracle keeps
+        at_once = self._scores(case) * ORACLE_BYTES
+        needs = {each.name: always + max(each.need(case, which), at_once) for each in present}
+        dense = {each.name: each.dense(case) for each in present}
+        # Those who need a dense matrix share it, and it stays while all others run.
+        shared = max((size for name, size in dense.items() if needs[name] + size <= limit), default=0)
+        fitting = []
         for each in present:
-            need = case.input_bytes + max(each.need(case, which), self._scores(case) * ORACLE_BYTES)
+            need = needs[each.name] + max(dense[each.name], shared)
             if need <= limit:
                 fitting.append(each)
             else:
