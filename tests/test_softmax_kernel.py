@@ -264,13 +264,13 @@ def test_online_tiles_are_those_that_were_fastest_on_a_gpu(cols: int, tensors: i
     record = json.loads((RESULTS / "h200-softmax-sweep.json").read_text())["results"]
     rows = {65536: 4096, 262144: 1024}[cols]
     times = {
-        name: figures["TB/s"]
+        name: figures["median us"]
         for name, figures in record[f"{'forward' if tensors == 2 else 'backward'} {rows}x{cols}"].items()
         if name.startswith("online") and figures["within"]
     }
     tiling = tiling_of(cols, tensors=tensors)
     share = tiling.programs // H200[0]
-    assert max(times, key=lambda name: times[name]) == (
+    assert min(times, key=lambda name: times[name]) == (
         f"online {tiling.lanes}x{tiling.span} w{tiling.num_warps} x{share}"
     )
 

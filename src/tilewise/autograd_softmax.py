@@ -93,7 +93,7 @@ torch.library.register_autograd(
 def call(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Compute a softmax: by PyTorch's operators, by the kernels, or by the operator that shows them to autograd."""
     if not _kernels_serve(x):
-        return torch_ops.softmax(x, dim).to(x.dtype)  # autocast gives float32
+        return _by_operators(x, dim).to(x.dtype)  # autocast gives float32
     if (
         torch.compiler.is_compiling()
         or (x.requires_grad and torch.is_grad_enabled())
@@ -103,6 +103,21 @@ def call(x: torch.Tensor, dim: int) -> torch.Tensor:
         result: torch.Tensor = torch.ops.tilewise.softmax(x, dim)
         return result
     return dispatch.softmax(x, dim)
+
+
+def _by_operators(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Compute by PyTorch's operators; on a CPU rows of -inf are looked for afterwards, which costs next to nothing."""
+    if x.device.type == "cpu" and x.numel() and x.ndim and not (torch.compiler.is_compiling() or _is_seen_through(x)):
+        p = torch.softmax(x, dim)
+        if not p.detach().select(dim, 0).isnan().any():  # a row of -inf would be NaN from its first element on
+            return p
+    return torch_ops.softmax(x, dim)
+
+
+def _is_seen_through(x: torch.Tensor) -> bool:
+    """Say whether somebody follows the call, who cannot follow a question about values."""
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter)
+    return not plain or _in_transform() or bool(torch._C._len_torch_dispatch_stack())  # noqa: SLF001  # no public question
 
 
 def _kernels_serve(x: torch.Tensor) -> bool:

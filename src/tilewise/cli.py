@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tilewise.bench.report import Report
+    from tilewise.bench.row_softmax import Settings as SoftmaxSettings
     from tilewise.bench.sketch import Kind
 
 app = typer.Typer(
@@ -86,6 +87,11 @@ def _example(*lines: str) -> str:
 
 @app.command(epilog=_example("tilewise bench --lengths 256,512 --causal --seconds 20"))
 def bench(
+    op: Annotated[str, typer.Option(help="attention, or softmax over the rows of a matrix.")] = "attention",
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RxC,...", help="With --op softmax: rows x columns.  [default: by device]"),
+    ] = None,
     lengths: Annotated[
         list[str] | None, typer.Option(metavar="N,N,...", help="Queries, and keys.  [default: by device]")
     ] = None,
@@ -125,6 +131,20 @@ def bench(
     for file in (json, markdown):
         if file is not None and not file.resolve().parent.is_dir():
             raise ValueError(f"cannot write {file}: there is no folder {file.parent}")
+    if op == "softmax":
+        given = locals()
+        from tilewise.bench import row_softmax
+
+        _refuse("--op softmax", given, "lengths", "batch", "heads", "heads_kv", "dim", "causal", "window", "alibi")
+        _refuse("--op softmax", given, "memory", "compare")
+        sizes = tuple(map(row_softmax.parse_shape, _words(shapes or []))) or None
+        chosen = row_softmax.default_settings(
+            device, dtype=dtype, shapes=sizes, backward=backward, only=tuple(only or ()), seconds=seconds, seed=seed
+        )
+        return _bench_softmax(chosen, json, markdown)
+    if op != "attention":
+        raise ValueError(f"op must be attention or softmax; got {op!r}")
+    _refuse("--op attention", locals(), "shapes")
     from tilewise.bench.report import Report
     from tilewise.bench.run import Bench, default_settings
 
@@ -155,10 +175,39 @@ def bench(
 def _lengths(given: list[str] | None) -> tuple[int, ...] | None:
     if not given:
         return None
-    words = [word for text in given for word in text.replace(",", " ").split()]
+    words = _words(given)
     if not words or not all(word.isdecimal() for word in words):
         raise ValueError(f"lengths must be whole numbers with commas between them, got {' '.join(given)!r}")
     return tuple(int(word) for word in words)
+
+
+def _words(given: list[str]) -> list[str]:
+    return [word for text in given for word in text.replace(",", " ").split()]
+
+
+def _refuse(what: str, given: Mapping[str, object], *names: str) -> None:
+    """Refuse options that another kind of benchmark has."""
+    for name in names:
+        if given[name]:
+            raise ValueError(f"--{name.replace('_', '-')} is no option of {what}")
+
+
+def _bench_softmax(settings: SoftmaxSettings, json: Path | None, markdown: Path | None) -> int:
+    from tilewise.bench import row_softmax
+
+    with _progress() as tell:
+        report = row_softmax.Bench(settings, tell).run()
+    tables = [row_softmax.table(report, which) for which in settings.passes]
+    before, after = row_softmax.heading(report), row_softmax.footnotes(report)
+    console = _console()
+    for block in (before, *tables, after):
+        console.print(block, soft_wrap=isinstance(block, str) and console.is_terminal)
+    if json is not None:
+        json.write_text(report.to_json() + "\n", encoding="utf-8")
+    if markdown is not None:
+        parts = [before, *(table.markdown() for table in tables), after]
+        markdown.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return 0 if report.sound else 1
 
 
 def _show(report: Report, old: Report | None, json: Path | None, markdown: Path | None) -> None:
@@ -206,6 +255,41 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
     with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not shown) as progress:
         task = progress.add_task("", total=1.0)
         yield lambda doing, done: progress.update(task, completed=done, description=doing, refresh=True)
+
+
+# ---- tune -----------------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog=_example("tilewise tune --kinds forward --dims 64,128 --table sm_90.json"))
+def tune(
+    kinds: Annotated[list[str] | None, typer.Option(metavar="KIND,...", help="[default: forward, backward]")] = None,
+    dims: Annotated[list[str] | None, typer.Option(metavar="D,D,...", help="Head dims.  [default: 64,128,256]")] = None,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
+    workers: Annotated[int, typer.Option(help="Processes that compile.")] = 8,
+    table: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the fastest into this table.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the times of all.")] = None,
+) -> None:
+    """Find the fastest tiles of the Triton kernels on this GPU.
+
+    Kernels read their tiles from the tables in the package's data/tiles, named after the GPU: copy a table there to use
+    it. Nothing is tuned in a first call.
+    """
+    for file in (table, json):
+        if file is not None and not file.resolve().parent.is_dir():
+            raise ValueError(f"cannot write {file}: there is no folder {file.parent}")
+    if workers < 1:
+        raise ValueError(f"workers must be above 0, got {workers}")
+    from tilewise.bench import tune as tuning
+
+    jobs = tuning.jobs(_words(kinds or []), _words(dims or []), dtype)
+    console = _console()
+    trials = tuning.tune(jobs, lambda text: console.print(text, soft_wrap=True), workers)
+    for line in tuning.summary(trials):
+        console.print(line, soft_wrap=True)
+    if table is not None:
+        tuning.write(tuning.rows(trials), table)
+    if json is not None:
+        json.write_text(tuning.to_json(trials) + "\n", encoding="utf-8")
 
 
 # ---- info -----------------------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -33,6 +32,9 @@ Kind = Literal["forward", "backward"]
 TOKENS, HIDDEN = 16384, 2048  # batch * length and heads * dim of the problems that are timed
 LENGTHS = (2048, 8192)
 ROUNDS = 3
+SHOWN = 5  # of each job
+DIMS = ("64", "128", "256")
+DTYPES = ("float16", "bfloat16", "float32")
 Tell = Callable[[str], None]
 
 
@@ -89,6 +91,27 @@ def _grid(kind: Kind) -> Iterator[Tiles]:
             for num_warps in (4, 8) if block_q * block_kv > 64 * 32 else (4,):
                 for num_stages in (1, 2, 3) if kind == "backward" else (2, 3, 4):
                     yield Tiles(block_q, block_kv, num_warps, num_stages)
+
+
+def jobs(kinds: Sequence[str] = (), dims: Sequence[str] = (), dtype: str = "bfloat16") -> list[Job]:
+    """Name what to tune on this machine's GPU; without kinds or dims all kinds, and the head dims 64, 128 and 256.
+
+    Raises:
+        ValueError: there is no GPU, or a kind, dim or dtype that no kernel has.
+    """
+    for kind in kinds:
+        if kind not in get_args(Kind):
+            raise ValueError(f"kinds must be among {', '.join(get_args(Kind))}; got {kind!r}")
+    for dim in dims:
+        if not dim.isdecimal() or not 1 <= int(dim) <= 512:
+            raise ValueError(f"dims must be whole numbers from 1 to 512; got {dim!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    device = detect.best_device()
+    if device != "cuda":
+        raise ValueError(f"tuning times kernels on a GPU that torch can use as cuda; torch finds {device!r}")
+    chosen = [kind for kind in get_args(Kind) if not kinds or kind in kinds]
+    return [Job(kind, int(dim), dtype, device) for kind in chosen for dim in dims or DIMS]
 
 
 def run(call: Call, kind: Kind, tiles: Tiles) -> Callable[[], object]:
@@ -163,15 +186,39 @@ def rows(trials: dict[Job, list[Trial]]) -> list[dict[str, object]]:
                 "device": detect.detect(job.device).name,
                 "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
                 "triton": version("triton"),
-                "command": " ".join(["tilewise", *sys.argv[1:]]),
+                "command": f"tilewise tune --kinds {job.kind} --dims {job.dim} --dtype {job.dtype}",
             }
             row = {"kind": job.kind, "dim_qk": padded_dim(job.dim), "dim_v": padded_dim(job.dim)}
             found.append(row | {"itemsize": job.itemsize} | asdict(tried[0].tiles) | {"provenance": provenance})
     return found
 
 
-def write(new: Sequence[dict[str, object]], target: str, path: Path) -> None:
-    """Write rows into a target's table, in the place of older ones for the same kernel, dims and item size."""
+def summary(trials: Mapping[Job, Sequence[Trial]]) -> Iterator[str]:
+    """Say of each job which tiles were fastest, and what failed."""
+    for job, tried in trials.items():
+        yield f"{job.kind} d={job.dim} {job.dtype}"
+        for trial in [trial for trial in tried if trial.seconds][:SHOWN]:
+            yield f"  {trial.tiles}  {', '.join(f'{1e3 * seconds:.3f}' for seconds in trial.seconds)} ms"
+        failed = [trial for trial in tried if trial.failure]
+        if failed:
+            yield f"  {len(failed)} failed, the first: {failed[0].tiles}: {failed[0].failure}"
+
+
+def to_json(trials: Mapping[Job, Sequence[Trial]]) -> str:
+    """Write everything that was tried."""
+    record = {
+        f"{job.kind} d={job.dim} {job.dtype}": [asdict(trial) for trial in tried] for job, tried in trials.items()
+    }
+    return json.dumps(record, indent=1)
+
+
+def write(new: Sequence[dict[str, object]], path: Path, target: str | None = None) -> None:
+    """Write rows into a target's table, in the place of older ones for the same kernel, dims and item size.
+
+    Args:
+        new: what `rows` gave. path: the table, which need not be there. target: None = this machine's GPU.
+    """
+    target = target or detect.detect().target
     old: list[dict[str, object]] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
 
     def key(row: dict[str, object]) -> tuple[object, ...]:
@@ -183,8 +230,3 @@ def write(new: Sequence[dict[str, object]], target: str, path: Path) -> None:
     lines = ",\n".join("  " + json.dumps(row) for row in ordered)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{{"target": "{target}", "rows": [\n{lines}\n]}}\n', encoding="utf-8")
-
-
-def kinds() -> tuple[str, ...]:
-    """Give the kinds of pass that can be tuned."""
-    return get_args(Kind)
