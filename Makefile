@@ -14,13 +14,16 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # A CUDA build of torch brings the release of Triton that it needs; a CPU build brings none, and then this one serves
 # to run kernels in the interpreter and to compile them.
 TRITON := triton==3.6.0
+# The releases that `make compile-matrix` compiles every kernel with: from the oldest served to the newest.
+TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
+MATRIX ?= benchmarks/results/compile-matrix.json
 NEEDS_GPU := gpu or hopper or multi_gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-all lint types coverage docs wheel format clean
+.PHONY: help bench test test-all lint types coverage docs wheel format compile-matrix clean
 
 help:
-	@sed -n 's/^\([a-z-]*\):.* ## /\1\t/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.* ## /\1\t/p' Makefile | expand -t 16
 
 bench: $(VENV)/.run ## time every implementation that this machine can run, and check its error
 	$(BIN)/tilewise bench $(ARGS)
@@ -59,6 +62,15 @@ docs: $(VENV)/.dev ## the documentation, as pages under site/
 wheel: $(VENV)/.dev ## one wheel for every platform and a source archive, under dist/
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
+
+compile-matrix: $(TRITONS:%=build/triton-%/.made) ## compile every kernel for every target with every release of Triton; no GPU needed
+	$(BIN)/python benchmarks/compile_matrix.py --triton $(^D) --out $(MATRIX) $(ARGS)
+
+# About a gigabyte each; `make clean` takes them away.
+build/triton-%/.made: | $(VENV)/.dev
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) triton==$*
+	@touch $@
 
 clean: ## remove .venv and all that was built
 	rm -rf $(VENV) build dist site .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,58 +1,95 @@
 """Compile every kernel for every target, with no GPU, with one release of Triton or several.
 
-``PYTHONPATH=src python benchmarks/compile_matrix.py [--triton FOLDER ...] [--targets 80 90 gfx942] [--out FILE]``
+``PYTHONPATH=src python benchmarks/compile_matrix.py [--triton FOLDER ...] [--targets 80 90 gfx942] [--kernels softmax]
+[--out FILE]``
 
 Prints a line for each kernel, target and release: registers, bytes spilled a thread, shared memory a block, seconds.
 FOLDER holds another release, made by ``pip install --no-deps --target FOLDER triton==3.9.0``; without any, the
-installed one is used. The exit code is 1 where something did not compile, and a refusal that is meant is none.
+installed one is used. ``make compile-matrix`` does both. The exit code is 1 where something did not compile.
 """
 # ruff: noqa: INP001, T201, S603, BLE001 - a script prints, starts Python, and records whatever fails
 
 from __future__ import annotations
 
 import argparse
+import datetime as dt
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
-from tilewise.backends.compile import Constant, Options, Target, compile_for, resources
-from tilewise.kernels.share import Jitted
+import pytest
 
+import tilewise
+from tilewise.backends.compile import Compiled, Options, Target, compile_for, resources
+from tilewise.bench.provenance import commit
+from tilewise.machine.device import Capability
+
+ROOT = Path(__file__).parents[1]
 TARGETS: tuple[Target, ...] = (75, 80, 86, 89, 90, 100, 120, 121, "gfx942")
 
 
 class Case(NamedTuple):
-    """One kernel as a call would launch it: types of what the kernel does not annotate, constants and options."""
+    """One kernel, as a call would launch it on a target."""
 
     label: str
-    kernel: Jitted
-    types: Mapping[str, str | None]
-    constants: Mapping[str, Constant]
-    options: Options
+    build: Callable[[], Compiled]
 
 
-def softmax_cases() -> Iterator[Case]:
+def softmax_cases(target: Target) -> Iterator[Case]:
     """Give the row softmax in its forms: whole rows, long rows, rows that lie across."""
     from tilewise.backends.triton_softmax import Axes, choose_tiling, facts_of, kernel_and_constants
 
+    warp = 64 if isinstance(target, str) else 32
     for dtype, itemsize in (("fp16", 2), ("fp32", 4), ("fp64", 8)):
         for cols, across in ((256, False), (8192, False), (262144, False), (128, True)):
             for tensors, names in ((2, ("x_ptr", "out_ptr")), (3, ("p_ptr", "dp_ptr", "ds_ptr"))):
                 axes = Axes((1, 8192, cols), ((0, 1, 8192) if across else (0, cols, 1),) * tensors)
                 facts = facts_of(axes, itemsize, aligned=True)
-                tiling = choose_tiling(axes, facts, itemsize, tensors, 132, 50 << 20)
+                tiling = choose_tiling(axes, facts, itemsize, tensors, 132, warp)
                 kernel, constants = kernel_and_constants(facts, tiling, tensors)
                 label = f"softmax{' backward' if tensors == 3 else ''} {dtype} {cols}{' across' if across else ''}"
                 types = dict.fromkeys(names, f"*{dtype}")
-                yield Case(label, kernel, types, constants, Options(tiling.num_warps, 1))
+                options = Options(tiling.num_warps, 1)
+                yield Case(label, partial(compile_for, kernel, types, constants, target, options))
 
 
-CASES = (softmax_cases,)
+def attention_cases(target: Target) -> Iterator[Case]:
+    """Give every kernel of attention in float16, as `tests/test_triton_compile.py` holds it to the target's limits."""
+    checks = compile_checks()
+    capability: Capability = target if isinstance(target, str) else divmod(target, 10)
+    dim = 16 if capability == (7, 5) else 64  # without tensor cores a product is unrolled, which takes its time
+    for kernel in checks.KERNELS:
+
+        def build(kernel: str = kernel) -> Compiled:
+            with pytest.MonkeyPatch.context() as patch:
+                call = checks.attention_case(kernel, dim).build("cpu", "float16")
+                compiled: Compiled = checks.compile_launch(checks.launches(call, capability, patch)[kernel], capability)
+            return compiled
+
+        yield Case(f"{kernel} fp16 d={dim}", build)
+
+
+@cache
+def compile_checks() -> ModuleType:
+    """Load the tests that catch what the backend would launch."""
+    spec = importlib.util.spec_from_file_location("compile_checks", ROOT / "tests" / "test_triton_compile.py")
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError("this script needs the tests beside it")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["compile_checks"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+CASES = (softmax_cases, attention_cases)
 
 
 def measure(case: Case, target: Target) -> dict[str, object]:
@@ -60,29 +97,29 @@ def measure(case: Case, target: Target) -> dict[str, object]:
     start = time.perf_counter()
     row: dict[str, object] = {"kernel": case.label, "target": target}
     try:
-        taken = resources(compile_for(case.kernel, case.types, case.constants, target, case.options))
-        row |= taken._asdict()
+        row |= resources(case.build())._asdict()
     except Exception as failure:
         row["failed"] = f"{type(failure).__name__}: {' '.join(str(failure).split())}"[:300]
     return {**row, "seconds": round(time.perf_counter() - start, 2)}
 
 
-def with_installed(targets: list[Target]) -> list[dict[str, object]]:
-    """Compile everything with the release of Triton that this process imports."""
+def with_installed(targets: list[Target], kernels: list[str]) -> list[dict[str, object]]:
+    """Compile everything, or the kernels whose labels begin with one of some words, with the installed Triton."""
     import triton
 
     rows = []
-    for case in (case for cases in CASES for case in cases()):
-        for target in targets:
-            rows.append({"triton": triton.__version__, **measure(case, target)})
-            print(json.dumps(rows[-1]), flush=True)
+    for target in targets:
+        for case in (case for cases in CASES for case in cases(target)):
+            if not kernels or case.label.startswith(tuple(kernels)):
+                rows.append({"triton": triton.__version__, **measure(case, target)})
+                print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
-def with_release(folder: Path, targets: list[Target]) -> list[dict[str, object]]:
+def with_release(folder: Path, targets: list[Target], kernels: list[str]) -> list[dict[str, object]]:
     """Compile everything in a process that finds another release first."""
     path = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
-    command = [sys.executable, __file__, "--targets", *map(str, targets)]
+    command = [sys.executable, __file__, "--targets", *map(str, targets), "--kernels", *kernels]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=False
     )
@@ -95,17 +132,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--triton", nargs="*", type=Path, default=[], help="folders of other releases")
     parser.add_argument("--targets", nargs="*", default=[str(target) for target in TARGETS])
+    parser.add_argument("--kernels", nargs="*", default=[], help="how their labels begin; all without it")
     parser.add_argument("--out", type=Path, help="write all rows here, as JSON")
     options = parser.parse_args()
     targets: list[Target] = [int(name) if name.isdigit() else name for name in options.targets]
     rows: list[dict[str, object]] = []
+    counts = []
     for folder in options.triton:
-        rows += with_release(folder, targets)
+        found = with_release(folder, targets, options.kernels)
+        counts.append(len(found))
+        rows += found
     if not options.triton:
-        rows = with_installed(targets)
+        rows = with_installed(targets, options.kernels)
     if options.out:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
-    sys.exit(any("failed" in row for row in rows) or not rows)
+        kernels = f" --kernels {' '.join(options.kernels)}" if options.kernels else ""
+        document = {
+            "command": f"benchmarks/compile_matrix.py{kernels}",
+            "commit": commit(Path(tilewise.__file__).parent),
+            "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
+            "rows": rows,
+        }
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    # A release whose process died has fewer rows than the others.
+    sys.exit(any("failed" in row for row in rows) or not rows or len(set(counts)) > 1)
 
 
 if __name__ == "__main__":

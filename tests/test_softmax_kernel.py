@@ -300,7 +300,8 @@ def compiled_for(cols: int, dtype: str, backward: bool, target: Target, *, dense
     stride = (0, cols, 1) if dense == "cols" else (0, 1, 8192)
     axes = Axes((1, 8192, cols), (stride,) * tensors)
     facts = facts_of(axes, itemsize, aligned=True)
-    tiling = choose_tiling(axes, facts, itemsize, tensors, *H200)
+    sms, warp = H200
+    tiling = choose_tiling(axes, facts, itemsize, tensors, sms, 64 if isinstance(target, str) else warp)
     kernel, constants = kernel_and_constants(facts, tiling, tensors)
     names = ("p_ptr", "dp_ptr", "ds_ptr") if backward else ("x_ptr", "out_ptr")
     return compile_for(kernel, dict.fromkeys(names, f"*{dtype}"), constants, target, Options(tiling.num_warps, 1))
