@@ -111,8 +111,8 @@ def estimate_shared_memory(tiles: Tiles, dim_qk: int, dim_v: int, itemsize: int,
     forward, decode: ``block_q dim_qk + num_stages block_kv d + block_q block_kv`` (q; k and v of each stage; p)
 
     backward: the larger of ``block_kv d + num_stages block_q d`` (k and v rest, q and d_out stream) and the same with
-    the blocks exchanged (the dq pass), ``+ 2 block_q block_kv`` (p and ds), and 8 num_stages block bytes (lse and delta
-    in float32).
+    the blocks exchanged (the dq pass), ``+ 2 block_q block_kv`` (p and ds), and 16 num_stages block bytes (lse and
+    delta in float32, each twice).
 
     The compiler reuses space and keeps some operands in registers, so this is meant to be an upper estimate.
 
@@ -124,7 +124,7 @@ def estimate_shared_memory(tiles: Tiles, dim_qk: int, dim_v: int, itemsize: int,
     both = dim_qk + dim_v
     if kind == "backward":
         resting = max(block_kv + stages * block_q, block_q + stages * block_kv) * both
-        statistics = 8 * stages * max(block_q, block_kv)
+        statistics = 16 * stages * max(block_q, block_kv)
         return (resting + 2 * block_q * block_kv) * itemsize + statistics
     return (block_q * dim_qk + stages * block_kv * both + block_q * block_kv) * itemsize
 
