@@ -16,6 +16,7 @@ import datetime as dt
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -145,9 +146,9 @@ def main() -> None:
     if not options.triton:
         rows = with_installed(targets, options.kernels)
     if options.out:
-        kernels = f" --kernels {' '.join(options.kernels)}" if options.kernels else ""
+        kernels = ["--kernels", *options.kernels] if options.kernels else []
         document = {
-            "command": f"benchmarks/compile_matrix.py{kernels}",
+            "command": shlex.join(["benchmarks/compile_matrix.py", *kernels]),
             "commit": commit(Path(tilewise.__file__).parent),
             "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
             "rows": rows,
