@@ -92,45 +92,45 @@ torch.library.register_autograd(
 
 def call(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Compute a softmax: by PyTorch's operators, by the kernels, or by the operator that shows them to autograd."""
-    if not _kernels_serve(x):
+    if torch.compiler.is_compiling():
+        return _operator(x, dim) if _is_compiled_as_ours(x) else torch_ops.softmax(x, dim).to(x.dtype)
+    kernels = None if _knows_only_pytorch(x) else dispatch.softmax_kernels(x)
+    if kernels is None:
         return _by_operators(x, dim).to(x.dtype)  # autocast gives float32
-    if (
-        torch.compiler.is_compiling()
-        or (x.requires_grad and torch.is_grad_enabled())
-        or x.is_neg()
-        or torch._C._len_torch_dispatch_stack()  # noqa: SLF001  # no public question
-    ):
-        result: torch.Tensor = torch.ops.tilewise.softmax(x, dim)
-        return result
-    return dispatch.softmax(x, dim)
+    if (x.requires_grad and torch.is_grad_enabled()) or x.is_neg() or _in_mode():
+        return _operator(x, dim)
+    return kernels.softmax(x, dim)
+
+
+def _operator(x: torch.Tensor, dim: int) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.tilewise.softmax(x, dim)
+    return result
 
 
 def _by_operators(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Compute by PyTorch's operators; on a CPU rows of -inf are looked for afterwards, which costs next to nothing."""
-    if x.device.type == "cpu" and x.numel() and x.ndim and not (torch.compiler.is_compiling() or _is_seen_through(x)):
+    if x.device.type == "cpu" and x.numel() and x.ndim and not (_knows_only_pytorch(x) or _in_mode()):
         p = torch.softmax(x, dim)
         if not p.detach().select(dim, 0).isnan().any():  # a row of -inf would be NaN from its first element on
             return p
     return torch_ops.softmax(x, dim)
 
 
-def _is_seen_through(x: torch.Tensor) -> bool:
-    """Say whether somebody follows the call, who cannot follow a question about values."""
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter)
-    return not plain or _in_transform() or bool(torch._C._len_torch_dispatch_stack())  # noqa: SLF001  # no public question
+def _is_compiled_as_ours(x: torch.Tensor) -> bool:
+    """Say whether a graph takes the operator, whose body sees to the rest when it runs."""
+    return x.is_cuda and not _in_transform()
 
 
-def _kernels_serve(x: torch.Tensor) -> bool:
-    """Say whether kernels may be asked; transforms, tangents and subclasses know only PyTorch's own operators."""
-    if _in_transform():
-        return False
-    if torch.compiler.is_compiling():
-        return x.is_cuda  # the operator's body sees to the rest
-    if type(x) not in (torch.Tensor, torch.nn.Parameter):
-        return False
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # noqa: SLF001
-        return False
-    return dispatch.softmax_kernels(x) is not None
+def _knows_only_pytorch(x: torch.Tensor) -> bool:
+    """Say whether somebody follows the call who knows no operator of ours: a subclass, a transform, a tangent."""
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or _in_transform():
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None  # noqa: SLF001
+
+
+def _in_mode() -> bool:
+    """Say whether a dispatch mode sees the call."""
+    return bool(torch._C._len_torch_dispatch_stack())  # noqa: SLF001  # no public question
 
 
 def _in_transform() -> bool:
