@@ -178,7 +178,7 @@ def implementations(which: Pass, tensors: Sequence[torch.Tensor]) -> dict[str, R
             ours: lambda: api.softmax(x),
             "torch.softmax": lambda: torch.softmax(x, -1),
             EAGER: lambda: eager(x),
-            "torch.compile": lambda: _compiled(eager)(x),
+            "torch.compile": lambda: _compiled(eager, x)(x),
         }
     p, dp = tensors
     ds = torch.empty_like(p)
@@ -188,18 +188,21 @@ def implementations(which: Pass, tensors: Sequence[torch.Tensor]) -> dict[str, R
         ours: lambda: dispatch.softmax_backward(p, dp, -1),
         "torch.softmax": lambda: theirs(dp, p, -1, p.dtype),
         EAGER: lambda: eager_backward(p, dp),
-        "torch.compile": lambda: _compiled(eager_backward)(p, dp),
+        "torch.compile": lambda: _compiled(eager_backward, p)(p, dp),
     }
 
 
-_graphs: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {}
+_graphs: dict[tuple[object, ...], Callable[..., torch.Tensor]] = {}
 
 
-def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Give a function compiled by torch, one graph for each shape."""
-    if function not in _graphs:
-        _graphs[function] = torch.compile(function, dynamic=False)
-    return _graphs[function]
+def _compiled(function: Callable[..., torch.Tensor], x: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Give a function compiled by torch for one shape alone."""
+    key = (function, x.shape, x.dtype, x.device)
+    if key not in _graphs:
+        torch.compiler.reset()  # past some number of shapes it would compile no more
+        _graphs.clear()
+        _graphs[key] = torch.compile(function, dynamic=False)
+    return _graphs[key]
 
 
 def chosen(settings: Settings, runs: Mapping[str, Run]) -> dict[str, Run]:
