@@ -58,6 +58,7 @@ def launches(call: Call, capability: Capability, monkeypatch: pytest.MonkeyPatch
         caught[name] = Launch(kernel, {label: arguments[label] for label in kernel.arg_names}, tiles)
 
     monkeypatch.setattr(triton_portable, "_launch", catch)
+    monkeypatch.setattr(triton_portable, "_prepare", lambda *_: None)
     monkeypatch.setattr(triton_portable, "_capability", lambda _: capability)
     problem, tensors = call.problem, call.tensors
     out, lse = triton_portable.forward(problem, tensors)

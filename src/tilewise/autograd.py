@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd import forward_ad
 
 from tilewise import dispatch
 from tilewise.arguments import refuse_jvp
@@ -46,6 +47,9 @@ _library.define(f"attention_with_kvcache({_CACHE}) -> (Tensor, Tensor)")
 N_TENSORS, N_OPTIONS = len(Tensors._fields), len(Options._fields)
 DIFFERENTIABLE = tuple(Tensors._fields.index(name) for name in ("q", "k", "v", "bias", "sink"))
 
+Results = tuple[torch.Tensor, torch.Tensor]  # out and lse
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+
 _problems: dict[object, Problem] = {}
 _PROBLEMS_KEPT = 4096
 HOST_READ = ("kv_start", "kv_stop", "cu_seqlens_q", "cu_seqlens_k", "block_table")
@@ -67,12 +71,17 @@ def problem_for(tensors: Tensors | CacheTensors, options: Options | CacheOptions
             _problems.clear()
         _problems[key] = problem
     if problem.device == "cpu":
-        names = HOST_READ if isinstance(tensors, Tensors) else CACHE_HOST_READ
-        given = {name: getattr(tensors, name) for name in names if getattr(tensors, name) is not None}
+        given = _host_read(tensors)
         if given:
             contents = {name: x.flatten().tolist() for name, x in given.items()}
             (check_contents if isinstance(tensors, Tensors) else check_cache_contents)(problem, contents)
     return problem
+
+
+def _host_read(tensors: Tensors | CacheTensors) -> dict[str, torch.Tensor]:
+    """Give the tensors whose contents are checked where the host can read them."""
+    names = HOST_READ if isinstance(tensors, Tensors) else CACHE_HOST_READ
+    return {name: getattr(tensors, name) for name in names if getattr(tensors, name) is not None}
 
 
 def _describe(specs: Mapping[str, Spec], options: Options | CacheOptions) -> Problem:
@@ -88,12 +97,12 @@ def spec_of(x: torch.Tensor) -> Spec:
 # ---- forward --------------------------------------------------------------------------------------------------------
 
 
-def run(tensors: Tensors, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+def run(tensors: Tensors, options: Options) -> Results:
     """Run one call without the operator around it: for callers that need no gradient and no tracing."""
     return dispatch.forward(problem_for(tensors, options), tensors, options.backend)
 
 
-def _forward(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(*args: object) -> Results:
     return run(*_split(args))
 
 
@@ -293,20 +302,69 @@ torch.library.register_vmap(
 # ---- calling --------------------------------------------------------------------------------------------------------
 
 
-def call(tensors: Tensors, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a call, through the operator where something must see it: a gradient, a transform, a mode or a tracer."""
+_prepared: dict[object, dispatch.Prepared] = {}
+
+
+def recall(given: tuple[object, ...], options: Options) -> tuple[object, Results | None]:
+    """Run a call at once where one like it went before: a backend then has all prepared that does not change.
+
+    Args:
+        given: what the user gave as tensors, in the order of `Tensors`.
+        options: what the user asked for beside it.
+
+    Returns:
+        What the call is like, and its results if one like it was met; None and None where it must go the whole way,
+        since something watches it, wants a gradient, or is given in another form than as a tensor.
+    """
+    if torch.compiler.is_compiling() or _is_watched() or forward_ad._current_level >= 0:  # noqa: SLF001
+        return None, None
+    if dispatch.explaining.get() or torch._C._is_any_autocast_enabled():  # noqa: SLF001  # no public question for any
+        return None, None
+    grad = torch.is_grad_enabled()
+    key: list[object] = [options, options.backend or dispatch.requested()]
+    try:
+        for x in given:
+            if x is None:
+                key.append(None)
+            elif type(x) not in _ORDINARY or (grad and x.requires_grad):  # type: ignore[attr-defined]
+                return None, None
+            else:
+                key += (x.shape, x.stride(), x.dtype, x.device)  # type: ignore[attr-defined]
+    except RuntimeError:  # nested and sparse tensors have no strides
+        return None, None
+    like = tuple(key)
+    prepared = _prepared.get(like)
+    return like, None if prepared is None else prepared(given)  # type: ignore[arg-type]  # tensors, by now
+
+
+def call(tensors: Tensors, options: Options, like: object = None) -> Results:
+    """Run a call, through the operator where something must see it: a gradient, a transform, a mode or a tracer.
+
+    ``like`` is what `recall` gave: where not None, calls that are like this one need not come here again.
+    """
     if not torch.compiler.is_compiling():
         options = options._replace(backend=options.backend or dispatch.requested())
         if dispatch.explaining.get():
             raise dispatch.Explained(dispatch.plan(problem_for(tensors, options), options.backend))
         refuse_jvp(tensors)
         if _is_plain(tensors):
-            return run(tensors, options)
+            problem = problem_for(tensors, options)
+            if like is not None and not (problem.device == "cpu" and _host_read(tensors)):
+                _remember(like, dispatch.prepared(problem, options.backend))
+            return dispatch.forward(problem, tensors, options.backend)
         if not _is_watched():  # below, the schema would judge types, and the body would see no gradient
             problem_for(tensors, options)
     forward = _Functional.apply if in_transform() else torch.ops.tilewise.attention
-    result: tuple[torch.Tensor, torch.Tensor] = forward(*tensors, *options)  # type: ignore[no-untyped-call]
+    result: Results = forward(*tensors, *options)  # type: ignore[no-untyped-call]
     return result
+
+
+def _remember(like: object, prepared: dispatch.Prepared | None) -> None:
+    if prepared is None:
+        return
+    if len(_prepared) >= _PROBLEMS_KEPT:
+        _prepared.clear()
+    _prepared[like] = prepared
 
 
 def call_cache(tensors: CacheTensors, options: CacheOptions, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -330,10 +388,7 @@ def _is_plain(tensors: Tensors | CacheTensors) -> bool:
     if _is_watched():
         return False
     grad = torch.is_grad_enabled()
-    for x in tensors:
-        if x is not None and (type(x) not in (torch.Tensor, torch.nn.Parameter) or (grad and x.requires_grad)):
-            return False
-    return True
+    return not any(x is not None and (type(x) not in _ORDINARY or (grad and x.requires_grad)) for x in tensors)
 
 
 def _is_watched() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -130,6 +130,19 @@ def choose(problem: Problem, name: str | None = None) -> Backend:
         if backend.why_not(problem) is None:
             return backend
     raise ValueError("no backend serves this call: " + "; ".join(f"{k}: {v}" for k, v in refusals(problem).items()))
+
+
+class Prepared(Protocol):
+    """A forward pass in which everything is settled but its tensors."""
+
+    def __call__(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute (out, lse) of tensors in the order of `Tensors`, q, k, v and out in the user's order of axes."""
+
+
+def prepared(problem: Problem, name: str | None) -> Prepared | None:
+    """Give the chosen backend's prepared forward pass, where it has such a thing."""
+    prepare: Callable[[Problem], Prepared] | None = getattr(_serving(problem, name), "prepare", None)
+    return None if prepare is None else prepare(problem)
 
 
 def forward(problem: Problem, tensors: Tensors, name: str | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, lru_cache
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
 
-from tilewise.backends.outputs import empty_lse, empty_out
 from tilewise.machine.detect import detect
 from tilewise.machine.tiles import Kind, Tiles, default_tiles, padded_dim
 from tilewise.problem.problem import Grads, Needs, Problem, Tensors
@@ -92,22 +92,91 @@ def precision(problem: Problem) -> str:
 
 def forward(problem: Problem, tensors: Tensors, sizes: Tiles | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out and lse of a dense or varlen problem; the tuner names the tiles, others take the table's."""
-    from tilewise.kernels.triton.forward import attention_forward
+    out, lse = (prepare(problem) if sizes is None else prepare(problem, sizes))(tensors)
+    return (out.transpose(1, 2) if _is_bshd(problem) else out), lse
 
-    out, lse = empty_out(tensors.q, problem.dim_v, problem.layout), empty_lse(tensors.q)
-    sizes = sizes or tiles(problem)
-    unit = _unit(tensors.q, tensors.k, tensors.v, out)
-    arguments = {
-        "lse_ptr": lse,
-        **_row_strides(problem, lse=lse),
-        **_matrices(problem, unit, q=tensors.q, k=tensors.k, v=tensors.v, out=out),
-        **_features(problem, tensors),
-        **_constants(problem, sizes, unit),
-    }
-    count = _tile_count(problem, problem.total_q, sizes.block_q)
-    programs = count * problem.heads_q * _entries(problem)
-    _launch(attention_forward, programs, arguments | {"tiles": count}, sizes)
-    return out, lse
+
+@lru_cache(maxsize=4096)
+def prepare(problem: Problem, sizes: Tiles | None = None) -> Forward:
+    """Settle the forward pass of a problem but for its tensors; the same object every time."""
+    return Forward(problem, sizes)
+
+
+class Forward:
+    """The forward pass of one problem: a call takes memory for its results, sees where the tensors lie, and launches.
+
+    What is launched is settled in the first call, once for tensors that load 16 bytes at a time and once for others.
+    Called with tensors in the order of `Tensors`, as the problem's specs describe them; q, k and v may also have the
+    user's order of axes, in which out is returned.
+    """
+
+    def __init__(self, problem: Problem, sizes: Tiles | None) -> None:
+        self._problem, self._sizes = problem, sizes
+        shape = problem.out_shape
+        self._out = _contiguous((shape[0], shape[2], shape[1], shape[3]) if _is_bshd(problem) else shape)
+        self._lse = _contiguous(problem.lse_shape)
+        self._dtype, self._device = getattr(torch, problem.dtype), torch.device(problem.device)
+        read = {label: x for label, x in _READ.items() if x in problem.specs}
+        if "cu_q_ptr" in read:
+            read.setdefault("cu_k_ptr", "cu_seqlens_q")
+        if not problem.dropout:
+            read.pop("seed_ptr", None)
+        self._names = ("out_ptr", "lse_ptr", *read)
+        self._read_of = itemgetter(*(Tensors._fields.index(x) for x in read.values()))
+        self._launches: dict[tuple[bool, str], _Launch] = {}
+
+    def __call__(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute out, contiguous in the user's order of axes, and lse."""
+        out = torch.empty_strided(*self._out, dtype=self._dtype, device=self._device)
+        lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=self._device)
+        read = self._read_of(tensors)
+        q, k, v = read[:3]
+        key = ((q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0, precision(self._problem))
+        launch = self._launches.get(key) or self._settle(key, tensors, out, lse)
+        launch((out, lse, *read))
+        return out, lse
+
+    def _settle(
+        self, key: tuple[bool, str], given: Sequence[torch.Tensor | None], out: torch.Tensor, lse: torch.Tensor
+    ) -> _Launch:
+        from tilewise.kernels.triton.forward import attention_forward
+
+        problem, sizes = self._problem, self._sizes or tiles(self._problem)
+        tensors = Tensors(*given)  # type: ignore[arg-type]  # q, k and v are there
+        matrices = {x: getattr(tensors, x).as_strided(*problem.specs[x][:2]) for x in ("q", "k", "v")}
+        matrices["out"] = out.transpose(1, 2) if _is_bshd(problem) else out
+        unit = _unit(*matrices.values())
+        count = _tile_count(problem, problem.total_q, sizes.block_q)
+        programs = count * problem.heads_q * _entries(problem)
+        arguments = {
+            "lse_ptr": lse,
+            **_row_strides(problem, lse=lse),
+            **_matrices(problem, unit, **matrices),
+            **_features(problem, tensors),
+            **_constants(problem, sizes, unit),
+            "tiles": count,
+        }
+        launch = _prepare(attention_forward, programs, arguments, sizes, self._names)
+        if launch is None:
+            return lambda _: _launch(attention_forward, programs, arguments, sizes)
+        self._launches[key] = launch
+        return launch
+
+
+# The kernels' names of the tensors that they read.
+_READ = {"q_ptr": "q", "k_ptr": "k", "v_ptr": "v", "bias_ptr": "bias", "mask_ptr": "mask", "sink_ptr": "sink"} | {
+    "slopes_ptr": "alibi_slopes", "kv_start_ptr": "kv_start", "kv_stop_ptr": "kv_stop",
+    "cu_q_ptr": "cu_seqlens_q", "cu_k_ptr": "cu_seqlens_k", "seed_ptr": "seed",
+}  # fmt: skip
+
+
+def _is_bshd(problem: Problem) -> bool:
+    return problem.kind == "dense" and problem.layout == "bshd"
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Give a shape and the strides of memory that is filled in its order."""
+    return shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def backward(
@@ -330,6 +399,18 @@ def _entries(problem: Problem) -> int:
 
 
 # ---- launching ------------------------------------------------------------------------------------------------------
+
+_Launch = Callable[[Iterable[torch.Tensor]], None]
+
+
+def _prepare(
+    kernel: Jitted, programs: int, arguments: Arguments, sizes: Tiles, pointers: Sequence[str]
+) -> _Launch | None:
+    """Settle a launch but for the addresses of its tensors, given by name; None where launches go to Triton."""
+    from tilewise.backends.launch import prepare_named
+
+    warps, stages = sizes.num_warps, sizes.num_stages
+    return prepare_named(kernel, (programs,), arguments, pointers, num_warps=warps, num_stages=stages)
 
 
 def _launch(kernel: Jitted, programs: int, arguments: Arguments, sizes: Tiles) -> None:
