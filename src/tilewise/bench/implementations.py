@@ -127,7 +127,8 @@ class TorchRun:
 
     def backward(self) -> object:
         """Walk the graph back and keep it."""
-        assert self._out is not None  # noqa: S101  # open_backward came first
+        if self._out is None:
+            raise RuntimeError("open_backward comes first")
         return torch.autograd.grad(self._out, self._leaves, self.inputs.d_out, retain_graph=True)
 
     def close_backward(self) -> None:
