@@ -390,6 +390,7 @@ BAD: tuple[Bad, ...] = (
     ("merge", {"sink": zeros(3)}, VALUE, "sink must be (heads,) = (4,) or (batch, heads); got (3,)"),
     ("softmax", {"x": ints(1, 2)}, TYPE, "softmax needs floating point numbers; got torch.int32"),
     ("softmax", {"x": [1.0]}, TYPE, "x must be a torch tensor; got list"),
+    ("softmax", {"dim": 2}, IndexError, "dim must be from -2 to 1 here; got 2"),
     ("explain", {"function": tilewise.softmax}, VALUE,
      "explain takes attention, attention_varlen or attention_with_kvcache; got softmax"),
     ("use_backend", {"name": "flash"}, VALUE, "backend must be one of "),

@@ -33,7 +33,7 @@ TARGETS: dict[str, Capability] = {
     "sm_121": (12, 1),
     "gfx942": "gfx942:sramecc+:xnack-",
 }
-KINDS: tuple[Kind, ...] = ("forward", "backward", "decode")
+KINDS: tuple[Kind, ...] = ("forward", "backward_kv", "backward_q", "decode")
 NO_TABLES = Path("a folder without tables")  # the rule alone, whatever has been tuned
 ROW: dict[str, object] = {
     "kind": "forward",
@@ -89,7 +89,7 @@ def test_every_default_fits_its_target_by_estimate(target: str, kind: Kind) -> N
         for dim_qk in (1, 32, 64, 80, 128, 192, 256):
             for dim_v in (dim_qk, 128):
                 if (
-                    kind == "backward"
+                    kind in ("backward_kv", "backward_q")
                     and itemsize == 4
                     and max(dim_qk, dim_v) > 128
                     and SHARED_MEMORY[target] == 64 * KIB
@@ -102,8 +102,8 @@ def test_every_default_fits_its_target_by_estimate(target: str, kind: Kind) -> N
 
 @pytest.mark.parametrize("capability", [(7, 5), "gfx942"])
 def test_tiles_that_fit_nowhere_are_refused_with_the_numbers(capability: Capability) -> None:
-    with pytest.raises(ValueError, match="no backward tiles with head dims 256 and 256 of 4 bytes fit the 64 KiB"):
-        default_tiles(capability, 256, 256, 4, "backward")
+    with pytest.raises(ValueError, match="no backward_kv tiles with head dims 256 and 256 of 4 bytes fit the 64 KiB"):
+        default_tiles(capability, 256, 256, 4, "backward_kv")
 
 
 def test_a_default_is_the_largest_that_fits() -> None:
@@ -128,9 +128,9 @@ def test_a_default_is_the_largest_that_fits() -> None:
         ("sm_75", "forward", 256, 2, Tiles(32, 32, 4, 1)),  # one stage, rather than fewer than 32 of either
         ("sm_89", "forward", 256, 4, Tiles(32, 16, 4, 2)),
         ("sm_89", "forward", 512, 4, Tiles(16, 16, 4, 1)),
-        ("sm_100", "backward", 128, 2, Tiles(128, 64, 8, 2)),  # the registers allow no square
-        ("sm_90", "backward", 256, 2, Tiles(64, 32, 4, 2)),
-        ("sm_86", "backward", 128, 2, Tiles(64, 32, 4, 2)),
+        ("sm_100", "backward_q", 128, 2, Tiles(128, 64, 8, 2)),  # shared memory allows no square
+        ("sm_90", "backward_kv", 256, 2, Tiles(64, 32, 4, 2)),
+        ("sm_86", "backward_kv", 128, 2, Tiles(64, 32, 4, 2)),
         ("sm_80", "decode", 128, 2, Tiles(16, 128, 4, 2)),
         ("sm_80", "decode", 256, 2, Tiles(16, 64, 4, 2)),
         ("gfx942", "decode", 128, 2, Tiles(16, 32, 4, 2)),
@@ -162,9 +162,11 @@ def test_the_estimate_counts_every_operand_tile() -> None:
     assert estimate_shared_memory(tiles, 128, 64, 2, "forward") == 2 * forward
     assert estimate_shared_memory(tiles, 100, 50, 2, "forward") == 2 * forward  # padded
     keys_outside = (32 + 3 * 64) * both + 2 * 64 * 32  # k and v, three stages of q and d_out, p and ds
-    assert estimate_shared_memory(tiles, 128, 64, 2, "backward") == 2 * keys_outside + 3 * 64 * 4 * 4
+    assert estimate_shared_memory(tiles, 128, 64, 2, "backward_kv") == 2 * keys_outside + 3 * 64 * 4 * 4
     queries_outside = (64 + 3 * 128) * both + 2 * 64 * 128
-    assert estimate_shared_memory(Tiles(64, 128, 4, 3), 128, 64, 2, "backward") == 2 * queries_outside + 3 * 128 * 4 * 4
+    assert (
+        estimate_shared_memory(Tiles(64, 128, 4, 3), 128, 64, 2, "backward_q") == 2 * queries_outside + 3 * 128 * 4 * 4
+    )
 
 
 def test_head_dims_are_padded_to_powers_of_two() -> None:
@@ -174,7 +176,7 @@ def test_head_dims_are_padded_to_powers_of_two() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((128, 128, 2, "sideways"), "kind must be one of forward, backward, decode; got 'sideways'"),
+        ((128, 128, 2, "sideways"), "kind must be one of forward, backward_kv, backward_q, decode; got 'sideways'"),
         ((0, 128, 2, "forward"), "dim_qk, dim_v and itemsize must be 1 or more; got 0, 128 and 2"),
     ],
 )
@@ -232,7 +234,7 @@ assert isinstance(PROVENANCE, dict)
         ({**ROW, "speed": 1}, "must have exactly the keys"),
         ({**ROW, "provenance": "my desk"}, "provenance must have exactly the keys command, date, device, triton"),
         ({**ROW, "provenance": {**PROVENANCE, "device": ""}}, "provenance must say where each figure was measured"),
-        ({**ROW, "kind": "sideways"}, "kind must be one of forward, backward, decode; got 'sideways'"),
+        ({**ROW, "kind": "sideways"}, "kind must be one of forward, backward_kv, backward_q, decode; got 'sideways'"),
         ({**ROW, "dim_qk": 80}, "dim_qk and dim_v must be powers of two from 16; got 80 and 128"),
         ({**ROW, "dim_v": "128"}, "dim_qk and dim_v must be powers of two from 16; got 128 and '128'"),
         ({**ROW, "dim_v": 0}, "dim_qk and dim_v must be powers of two from 16; got 128 and 0"),

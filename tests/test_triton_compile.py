@@ -139,7 +139,7 @@ def test_the_full_grid_compiles(
     if capability == (7, 5) and dtype == "bfloat16":
         pytest.skip("sm_75 has no bfloat16: refused by the backend")
     try:
-        triton_portable._tiles(problem, "backward")
+        triton_portable._tiles(problem, "backward_kv")
     except ValueError as error:
         pytest.skip(f"refused by the backend: {error}")
     record_property("resources", check_compiles(kernel, dim, dtype, capability, monkeypatch)[1])

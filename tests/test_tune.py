@@ -52,7 +52,7 @@ def seconds_of(tiles: Tiles) -> float:
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
-@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("kind", ["forward", "backward_kv", "backward_q"])
 @pytest.mark.parametrize("dim", [64, 256])
 def test_candidates_begin_with_what_is_used_now_fit_and_come_once(kind: tune.Kind, dim: int) -> None:
     job = Job(kind, dim, "bfloat16", "cuda")
@@ -81,7 +81,7 @@ def test_problems_of_all_lengths_and_dims_have_the_same_tokens_and_width() -> No
 
 @pytest.mark.usefixtures("_on_a_gpu")
 def test_trials_come_fastest_first_and_failures_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = [Job(kind, 64, "float32", "cpu") for kind in ("forward", "backward")]
+    jobs = [Job(kind, 64, "float32", "cpu") for kind in ("forward", "backward_kv", "backward_q")]
     broken = {job: job.candidates()[1::2] for job in jobs}
 
     def run(call: Call, kind: tune.Kind, tiles: Tiles) -> Callable[[], float]:
@@ -115,7 +115,7 @@ def test_trials_come_fastest_first_and_failures_last(monkeypatch: pytest.MonkeyP
 def test_a_table_takes_new_rows_in_the_place_of_old_ones_and_is_read_again(
     tmp_path: Path,
 ) -> None:
-    forward, failed = Job("forward", 80, "bfloat16", "cuda"), Job("backward", 128, "bfloat16", "cuda")
+    forward, failed = Job("forward", 80, "bfloat16", "cuda"), Job("backward_kv", 128, "bfloat16", "cuda")
     first, second = Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)
     table = tmp_path / "new" / f"{HOPPER.target}.json"
     none = [Trial(second, failure="does not compile")]
@@ -135,9 +135,9 @@ def test_a_table_takes_new_rows_in_the_place_of_old_ones_and_is_read_again(
 @pytest.mark.usefixtures("_on_a_gpu")
 def test_jobs_are_every_kind_at_every_dim_unless_some_are_named() -> None:
     assert [(job.kind, job.dim) for job in tune.jobs()] == [
-        (kind, dim) for kind in ("forward", "backward") for dim in (64, 128, 256)
+        (kind, dim) for kind in ("forward", "backward_kv", "backward_q") for dim in (64, 128, 256)
     ]
-    assert tune.jobs(["backward"], ["96"], "float16") == [Job("backward", 96, "float16", "cuda")]
+    assert tune.jobs(["backward_q"], ["96"], "float16") == [Job("backward_q", 96, "float16", "cuda")]
 
 
 # ---- the command ----
@@ -154,7 +154,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> object:
     ("words", "message"),
     [
         ((), "tuning times kernels on a GPU that torch can use as cuda; torch finds 'cpu'"),
-        (("--kinds", "sideways"), "kinds must be among forward, backward; got 'sideways'"),
+        (("--kinds", "sideways"), "kinds must be among forward, backward_kv, backward_q; got 'sideways'"),
         (("--dims", "64,x"), "dims must be whole numbers from 1 to 512; got 'x'"),
         (("--dtype", "int8"), "dtype must be one of float16, bfloat16, float32; got 'int8'"),
         (("--workers", "0"), "workers must be above 0, got 0"),
@@ -185,8 +185,8 @@ def test_the_command_tells_the_fastest_and_writes_what_is_asked_for(
     assert command(monkeypatch, "--dims", "64,128", "--workers", "3", "--table", str(table), "--json", str(times)) == 0
     out = capsys.readouterr().out
     assert "with 3 workers" in out
-    assert "backward d=128 bfloat16" in out
-    assert len(json.loads(table.read_text())["rows"]) == 4
+    assert "backward_q d=128 bfloat16" in out
+    assert len(json.loads(table.read_text())["rows"]) == 6
     assert set(json.loads(times.read_text())) == {
-        f"{kind} d={dim} bfloat16" for kind in ("forward", "backward") for dim in (64, 128)
+        f"{kind} d={dim} bfloat16" for kind in ("forward", "backward_kv", "backward_q") for dim in (64, 128)
     }

@@ -268,7 +268,8 @@ class Plan:
 
     def __str__(self) -> str:
         problem, score, mask = self.problem, self.problem.score, self.problem.mask
-        features = [f"band {mask.band}"] if not mask.band.is_open else []
+        band = mask.band
+        features = [] if band.is_open else [f"left {_side(band.left)}, right {_side(band.right)}, {band.align}"]
         features += ["key ranges"] * mask.ranged + ["dense mask"] * mask.dense + ["bias"] * score.bias
         features += ["ALiBi"] * score.alibi + ["sink"] * score.sink + [f"softcap {score.softcap}"] * bool(score.softcap)
         features += [f"dropout {problem.dropout}"] * bool(problem.dropout)
@@ -288,6 +289,10 @@ class Plan:
             f"  time     {self.seconds * 1e3:,.3f} ms at the least (roofline)",
         ]
         return "\n".join(lines)
+
+
+def _side(side: int | None) -> str:
+    return "open" if side is None else str(side)
 
 
 def plan(problem: Problem, name: str | None) -> Plan:

@@ -108,6 +108,7 @@ def launch_named(
     *,
     num_warps: int = 4,
     num_stages: int = 2,
+    maxnreg: int | None = None,
 ) -> None:
     """Run a kernel as `launch` does, with arguments and constants by name; names that it does not take are left out.
 
@@ -116,7 +117,7 @@ def launch_named(
     """
     if 0 in grid:
         return
-    options = Options(num_warps, num_stages)
+    options = Options(num_warps, num_stages, maxnreg)
     launcher = default_launcher(kernel)
     if launcher is not None:
         passed, fixed = launcher.names(kernel)
@@ -134,11 +135,13 @@ def prepare_named(
     *,
     num_warps: int = 4,
     num_stages: int = 2,
+    maxnreg: int | None = None,
 ) -> Prepared | None:
     """Settle a launch as `launch_named` would make it, but for where its tensors lie.
 
     Args:
-        kernel, grid, named, num_warps, num_stages: as in `launch_named`; the tensors give their dtypes and the device.
+        kernel, grid, named, num_warps, num_stages, maxnreg: as in `launch_named`; the tensors give their dtypes and
+            the device.
         pointers: the names of all the tensors that the kernel takes, in the order in which calls will give them.
 
     Returns:
@@ -149,7 +152,7 @@ def prepare_named(
         return None
     passed, fixed = launcher.names(kernel)
     constants = {name: cast("Constant", named[name]) for name in fixed}
-    variant = launcher.variant(kernel, constants, Options(num_warps, num_stages))
+    variant = launcher.variant(kernel, constants, Options(num_warps, num_stages, maxnreg))
     return variant.prepare(grid, [cast("Argument", named[name]) for name in passed], list(map(passed.index, pointers)))
 
 

@@ -32,7 +32,8 @@ class Store:
         else:
             token = torch.arange(start, stop, device=self.data.device)
             page, slot = place(self.table, token[None], self.data)
-            read = self.data[page, slot].transpose(1, 2)
+            stored = self.data.view(torch.uint8) if self.data.itemsize == 1 else self.data
+            read = stored[page, slot].view(self.data.dtype).transpose(1, 2)
         read = read.to(dtype)
         return read if self.scale is None else read * self.scale.to(dtype)[:, None, None]
 
@@ -98,7 +99,9 @@ def _write(new: torch.Tensor, data: torch.Tensor, table: torch.Tensor, before: t
     index = torch.arange(new.shape[1], device=new.device)[None].minimum((fitting - 1).clamp(min=0))
     page, slot = place(table, (before + index).clamp(max=capacity - 1), data)
     chosen = new.gather(1, index[..., None, None].expand_as(new))
-    data[page, slot] = torch.where((fitting > 0)[..., None, None], chosen.to(data.dtype), data[page, slot])
+    # Bytes go in and out: not every release of torch indexes 8-bit floats.
+    stored, given = (x.view(torch.uint8) if x.itemsize == 1 else x for x in (data, chosen.to(data.dtype)))
+    stored[page, slot] = torch.where((fitting > 0)[..., None, None], given, stored[page, slot])
 
 
 def _quantise(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

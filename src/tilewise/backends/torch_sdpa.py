@@ -1,8 +1,9 @@
 """PyTorch's own fused kernel, where it computes exactly what is asked and hands out its lse.
 
 On a CPU that is ``aten::_scaled_dot_product_flash_attention_for_cpu``, compiled code with the same tiled algorithm. It
-knows neither windows nor biases with linear memory, and two of its edges are sharp: a last stride other than 1 gives
-wrong numbers and an empty input crashes the process. Both are kept away from it here.
+knows neither windows nor biases with linear memory, and some of its edges are sharp: a last stride other than 1 gives
+wrong numbers, an empty input crashes the process, and older releases write out of bounds for grouped heads. All of that
+is kept away from it here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from tilewise.backends.outputs import empty_lse, empty_out
 from tilewise.problem.problem import Grads, Needs, Problem, Tensors
 
 name = "torch_sdpa"
+
+_KNOWS_GROUPS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # 2.6 was seen to corrupt memory
 
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001  # no public name returns lse
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
@@ -37,6 +40,8 @@ def why_not(problem: Problem) -> str | None:
     ):
         if asked:
             return f"has no {feature}"
+    if problem.group > 1 and not _KNOWS_GROUPS:
+        return f"writes out of bounds for grouped heads in torch {torch.__version__}; 2.13 was seen to be right"
     if problem.dim_v != problem.dim_qk:
         return f"needs dim_v == dim_qk, got {problem.dim_v} and {problem.dim_qk}"
     causal = mask.band.right == 0

@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 name = "triton_portable"
 
-KINDS: tuple[Kind, ...] = ("forward", "backward")
+KINDS: tuple[Kind, ...] = ("forward", "backward_kv", "backward_q")
 _MOST_POSITIONS = 2**30  # positions are int32 in the kernels, and a band adds two of them
 
 
@@ -70,14 +71,26 @@ def tiles(problem: Problem) -> Tiles:
 def _tiles(problem: Problem, kind: Kind) -> Tiles:
     dims = max(problem.dim_qk, 1), max(problem.dim_v, 1)
     sizes = default_tiles(_capability(problem.device), *dims, problem.itemsize, kind)
-    return _unrolled(sizes) if _multiplies_without_matrix_units(problem) else sizes
+    return _unrolled(sizes) if _multiplies_without_matrix_units(problem, kind) else sizes
 
 
-def _multiplies_without_matrix_units(problem: Problem) -> bool:
-    """Say whether products are unrolled: Triton uses no tensor core on sm_75, nor for exact float32 on NVIDIA."""
+class BackwardTiles(NamedTuple):
+    """The tiles of the two passes: over keys, for dk and dv, and over queries, for dq and the rest."""
+
+    kv: Tiles
+    q: Tiles
+
+
+def backward_tiles(problem: Problem) -> BackwardTiles:
+    """Give the tile sizes and launch settings of the backward passes."""
+    return BackwardTiles(_tiles(problem, "backward_kv"), _tiles(problem, "backward_q"))
+
+
+def _multiplies_without_matrix_units(problem: Problem, kind: Kind) -> bool:
+    """Say whether products are unrolled: Triton uses no tensor core on sm_75, nor for ieee float32 on NVIDIA."""
     capability = _capability(problem.device)
-    exact = problem.dtype == "float32" and precision(problem) == "ieee"
-    return isinstance(capability, tuple) and (exact or capability < (8, 0))
+    ieee = problem.dtype == "float32" and precision(problem, kind) == "ieee"
+    return isinstance(capability, tuple) and (ieee or capability < (8, 0))
 
 
 def _unrolled(sizes: Tiles) -> Tiles:
@@ -85,9 +98,20 @@ def _unrolled(sizes: Tiles) -> Tiles:
     return Tiles(min(sizes.block_q, 32), min(sizes.block_kv, 32), num_warps=8, num_stages=1)
 
 
-def precision(problem: Problem) -> str:
-    """Give the way float32 is multiplied: exactly, unless torch allows tf32. Narrower types know but one way."""
-    return "tf32" if problem.dtype == "float32" and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+def precision(problem: Problem, kind: Kind = "forward") -> str:
+    """Give the way float32 is multiplied; narrower types know but one way.
+
+    Where torch allows tf32, that. Else exactly, which means: within the error budget of float32 arithmetic. Forward, on
+    NVIDIA from compute capability 8.0 and up to head dim 128, three tf32 products make up one ("tf32x3"), as exact as
+    that on an H200 and seven times as fast as "ieee", which uses no tensor core. The gradients keep "ieee": where a row
+    sees one key, what is left after cancellation shows the difference.
+    """
+    if problem.dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    capability = _capability(problem.device)
+    matrix_units = isinstance(capability, tuple) and capability >= (8, 0)
+    small = padded_dim(max(problem.dim_qk, problem.dim_v, 1)) <= 128
+    return "tf32x3" if problem.dtype == "float32" and kind == "forward" and matrix_units and small else "ieee"
 
 
 def forward(problem: Problem, tensors: Tensors, sizes: Tiles | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,6 +178,7 @@ class Forward:
             **_matrices(problem, unit, **matrices),
             **_features(problem, tensors),
             **_constants(problem, sizes, unit),
+            "PRECISION": precision(problem),
             "tiles": count,
         }
         launch = _prepare(attention_forward, programs, arguments, sizes, self._names)
@@ -187,24 +212,25 @@ def backward(
     d_out: torch.Tensor | None,
     d_lse: torch.Tensor | None,
     needs: Needs,
-    sizes: Tiles | None = None,
+    sizes: BackwardTiles | None = None,
 ) -> Grads:
     """Differentiate `forward`, recomputing each tile of p from lse; d_out or d_lse may be None for zero."""
     from tilewise.kernels.triton import backward as kernels
 
     q, k, v = tensors.q, tensors.k, tensors.v
-    sizes = sizes or _tiles(problem, "backward")
+    by_keys, by_queries = sizes or backward_tiles(problem)
     d_out = torch.zeros_like(out[:1, :1, :1]).expand_as(out) if d_out is None else d_out.to(out.dtype)
     dq, dk, dv = (
         torch.empty_like(x) if need else None for x, need in zip((q, k, v), (needs.dq, needs.dk, needs.dv), strict=True)
     )
-    saved = lse.new_empty(2 * lse.numel() + max(sizes.block_q, sizes.block_kv))  # kernels.load_saved says why
+    saved = lse.new_empty(2 * lse.numel() + max(by_keys.block_q, by_queries.block_q))  # kernels.load_saved says why
     given = [x for x in (q, k, v, out, d_out, dq, dk, dv) if x is not None]
     unit = _unit(*given)
     arguments = {
         **_matrices(problem, unit, q=q, k=k, v=v, out=out, d_out=d_out, dq=dq, dk=dk, dv=dv),
         **_features(problem, tensors),
-        **_constants(problem, sizes, unit),
+        **_constants(problem, by_queries, unit),
+        "PRECISION": precision(problem, "backward_q"),
         "lse_ptr": lse,
         "d_lse_ptr": d_lse,
         "saved_ptr": saved,
@@ -215,22 +241,41 @@ def backward(
     }
     heads = problem.heads_q * _entries(problem)
 
-    def launch(kernel: Jitted, programs: int, **more: Argument) -> None:
+    def launch(kernel: Jitted, programs: int, sizes: Tiles = by_queries, **more: Argument) -> None:
         _launch(kernel, programs, arguments | more, sizes)
 
-    rows = -(-problem.total_q // sizes.block_q)
+    rows = -(-problem.total_q // by_queries.block_q)
     launch(kernels.prepare_rows, rows * heads, tiles=rows)
     if dk is not None or dv is not None:
-        # The blocks exchanged: what a program owns is block_q, what it walks over is block_kv.
-        count = _tile_count(problem, problem.total_kv, sizes.block_q)
-        exchanged = {"BLOCK_Q": sizes.block_kv, "BLOCK_KV": sizes.block_q}
-        launch(kernels.key_gradients, count * heads // problem.group, tiles=count, **exchanged)
+        count = _tile_count(problem, problem.total_kv, by_keys.block_kv)
+        for part, blocks in _key_passes(problem, by_keys, dk, dv):
+            own = {"tiles": count, "BLOCK_Q": blocks.block_q, "BLOCK_KV": blocks.block_kv}
+            launch(kernels.key_gradients, count * heads // problem.group, blocks, **own, **part)
     if dq is not None:
-        count = _tile_count(problem, problem.total_q, sizes.block_q)
+        count = _tile_count(problem, problem.total_q, by_queries.block_q)
         launch(kernels.query_gradients, count * heads, tiles=count)
-    dbias = _bias_gradient(problem, tensors.bias, sizes, launch) if needs.dbias and tensors.bias is not None else None
+    dbias = (
+        _bias_gradient(problem, tensors.bias, by_queries, launch) if needs.dbias and tensors.bias is not None else None
+    )
     dsink = _sink_gradient(problem, tensors.sink, launch) if needs.dsink and tensors.sink is not None else None
     return Grads(dq, dk, dv, dbias, dsink)
+
+
+def _key_passes(
+    problem: Problem, sizes: Tiles, dk: torch.Tensor | None, dv: torch.Tensor | None
+) -> Iterator[tuple[Arguments, Tiles]]:
+    """Give the passes over keys: one for dk and dv, or, where a program cannot hold both sums, one for each.
+
+    Two passes compute the scores twice, and are faster all the same at head dim 256, where one pass spills. dv's sum
+    alone leaves room for twice the queries.
+    """
+    if padded_dim(problem.dim_qk) + padded_dim(problem.dim_v) <= 256 or sizes.block_kv < 128:
+        yield {}, sizes
+        return
+    if dk is not None:
+        yield {"dv_ptr": None}, sizes
+    if dv is not None:
+        yield {"dk_ptr": None}, replace(sizes, block_q=2 * sizes.block_q)
 
 
 def _bias_gradient(problem: Problem, bias: torch.Tensor, sizes: Tiles, launch: Callable[..., None]) -> torch.Tensor:
@@ -384,7 +429,7 @@ def _constants(problem: Problem, sizes: Tiles, unit: int) -> Arguments:
         "UNIT": unit,
         "TOP_LEFT": problem.mask.band.align == "top_left",
         "EXACT": exact,
-        "PRECISION": precision(problem),
+        "NEGATIVE": problem.score.scale < 0,
     }
 
 
@@ -409,15 +454,24 @@ def _prepare(
     """Settle a launch but for the addresses of its tensors, given by name; None where launches go to Triton."""
     from tilewise.backends.launch import prepare_named
 
-    warps, stages = sizes.num_warps, sizes.num_stages
-    return prepare_named(kernel, (programs,), arguments, pointers, num_warps=warps, num_stages=stages)
+    return prepare_named(kernel, (programs,), arguments, pointers, **_launch_options(sizes))
 
 
 def _launch(kernel: Jitted, programs: int, arguments: Arguments, sizes: Tiles) -> None:
     """Launch a kernel with those of the arguments that it takes."""
     from tilewise.backends.launch import launch_named
 
-    launch_named(kernel, (programs,), arguments, num_warps=sizes.num_warps, num_stages=sizes.num_stages)
+    launch_named(kernel, (programs,), arguments, **_launch_options(sizes))
+
+
+class _LaunchOptions(TypedDict):
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None
+
+
+def _launch_options(sizes: Tiles) -> _LaunchOptions:
+    return {"num_warps": sizes.num_warps, "num_stages": sizes.num_stages, "maxnreg": sizes.max_registers}
 
 
 @cache

@@ -28,7 +28,7 @@ from tilewise.machine.tiles import Tiles, default_tiles, estimate_shared_memory,
 from tilewise.problem.problem import Needs, Options
 from tilewise.testing import Call, Case, Results
 
-Kind = Literal["forward", "backward"]
+Kind = Literal["forward", "backward_kv", "backward_q"]
 TOKENS, HIDDEN = 16384, 2048  # batch * length and heads * dim of the problems that are timed
 LENGTHS = (2048, 8192)
 ROUNDS = 3
@@ -85,12 +85,15 @@ class Trial:
 
 
 def _grid(kind: Kind) -> Iterator[Tiles]:
-    """List what has ever been fastest somewhere: a resting tile of 64 or 128 rows, a streaming one no larger."""
-    for block_q in (64, 128):
-        for block_kv in (32, 64) if kind == "backward" else (64, 128):
-            for num_warps in (4, 8) if block_q * block_kv > 64 * 32 else (4,):
-                for num_stages in (1, 2, 3) if kind == "backward" else (2, 3, 4):
-                    yield Tiles(block_q, block_kv, num_warps, num_stages)
+    """List what has ever been fastest somewhere: owned rows of 64 or 128, and what streams past them no more."""
+    for owned in (64, 128):
+        for streamed in (32, 64, 128) if kind == "forward" else (32, 64):
+            blocks = (streamed, owned) if kind == "backward_kv" else (owned, streamed)
+            for num_warps in (4, 8) if owned == 128 else (4,):  # 64 rows in 8 warps compute scores twice
+                for num_stages in (2, 3, 4) if kind == "forward" else (1, 2, 3):
+                    yield Tiles(*blocks, num_warps, num_stages)
+    if kind == "forward":
+        yield Tiles(64, 64, 4, 3, max_registers=128)  # four programs an SM
 
 
 def jobs(kinds: Sequence[str] = (), dims: Sequence[str] = (), dtype: str = "bfloat16") -> list[Job]:
@@ -120,16 +123,21 @@ def run(call: Call, kind: Kind, tiles: Tiles) -> Callable[[], object]:
     if kind == "forward":
         return lambda: triton_portable.forward(problem, tensors, tiles)
     out, lse = triton_portable.forward(problem, tensors)
-    return lambda: triton_portable.backward(problem, tensors, out, lse, call.d_out, None, Needs(), tiles)
+    needs = Needs(dq=False) if kind == "backward_kv" else Needs(dk=False, dv=False)
+    return lambda: triton_portable.backward(
+        problem, tensors, out, lse, call.d_out, None, needs, triton_portable.BackwardTiles(tiles, tiles)
+    )
 
 
 def _results(call: Call, kind: Kind, tiles: Tiles) -> Results:
-    """Run one pass with these tiles and the other, where it is needed, with the table's."""
+    """Run one pass with these tiles and the others, where they are needed, with the table's."""
     problem, tensors = call.problem, call.tensors
     if kind == "forward":
         return Results(*triton_portable.forward(problem, tensors, tiles))
+    own = triton_portable.backward_tiles(problem)
+    chosen = own._replace(kv=tiles) if kind == "backward_kv" else own._replace(q=tiles)
     out, lse = triton_portable.forward(problem, tensors)
-    grads = triton_portable.backward(problem, tensors, out, lse, call.d_out, call.d_lse, Needs(), tiles)
+    grads = triton_portable.backward(problem, tensors, out, lse, call.d_out, call.d_lse, Needs(), chosen)
     return Results(out, lse, *grads)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-Kind = Literal["forward", "backward", "decode"]
+Kind = Literal["forward", "backward_kv", "backward_q", "decode"]
 
 # The most shared memory that one block may ask for, in bytes (CUDA C++ Programming Guide, "Technical Specifications per
 # Compute Capability"; AMD CDNA 3 ISA). A target that is not listed gets what every GPU has.
@@ -50,18 +50,23 @@ class Tiles:
         block_q, block_kv: queries and keys in a tile.
         num_warps: warps of 32 threads (64 on AMD) that work on one tile.
         num_stages: tiles of the inner loop held in shared memory at once.
+        max_registers: the most registers a thread may use, so that more programs share an SM; None: no limit.
     """
 
     block_q: int
     block_kv: int
     num_warps: int = 4
     num_stages: int = 1
+    max_registers: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_kv", "num_warps", "num_stages"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be a whole number of 1 or more, got {value!r}")
+        most = self.max_registers
+        if most is not None and (type(most) is not int or not 16 <= most <= 255):
+            raise ValueError(f"max_registers must be None or a whole number from 16 to 255, got {most!r}")
 
 
 def torch_tiles(batch_heads: int, itemsize: int, budget: int = 16 * MIB) -> Tiles:
@@ -110,9 +115,9 @@ def estimate_shared_memory(tiles: Tiles, dim_qk: int, dim_v: int, itemsize: int,
 
     forward, decode: ``block_q dim_qk + num_stages block_kv d + block_q block_kv`` (q; k and v of each stage; p)
 
-    backward: the larger of ``block_kv d + num_stages block_q d`` (k and v rest, q and d_out stream) and the same with
-    the blocks exchanged (the dq pass), ``+ 2 block_q block_kv`` (p and ds), and 16 num_stages block bytes (lse and
-    delta in float32, each twice).
+    backward_kv: ``block_kv d + num_stages block_q d`` (k and v rest, q and d_out stream) ``+ 2 block_q block_kv`` (p
+    and ds), and 16 num_stages block_q bytes (lse and delta in float32, each twice); backward_q: the same with the
+    blocks exchanged.
 
     The compiler reuses space and keeps some operands in registers, so this is meant to be an upper estimate.
 
@@ -122,18 +127,19 @@ def estimate_shared_memory(tiles: Tiles, dim_qk: int, dim_v: int, itemsize: int,
     block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.num_stages
     dim_qk, dim_v = padded_dim(dim_qk), padded_dim(dim_v)
     both = dim_qk + dim_v
-    if kind == "backward":
-        resting = max(block_kv + stages * block_q, block_q + stages * block_kv) * both
-        statistics = 16 * stages * max(block_q, block_kv)
-        return (resting + 2 * block_q * block_kv) * itemsize + statistics
+    if kind in ("backward_kv", "backward_q"):
+        resting, streaming = (block_kv, block_q) if kind == "backward_kv" else (block_q, block_kv)
+        rows = (resting + stages * streaming) * both
+        return (rows + 2 * block_q * block_kv) * itemsize + 16 * stages * streaming
     return (block_q * dim_qk + stages * block_kv * both + block_q * block_kv) * itemsize
 
 
 def _estimate_registers(tiles: Tiles, dim_qk: int, dim_v: int, kind: Kind) -> int:
     """Estimate the float32 numbers a block keeps in registers: running sums and score tiles."""
-    if kind == "backward":
-        sums = max(tiles.block_kv * (padded_dim(dim_qk) + padded_dim(dim_v)), tiles.block_q * padded_dim(dim_qk))
-        return sums + 2 * tiles.block_q * tiles.block_kv
+    if kind == "backward_kv":
+        return tiles.block_kv * (padded_dim(dim_qk) + padded_dim(dim_v)) + 2 * tiles.block_q * tiles.block_kv
+    if kind == "backward_q":
+        return tiles.block_q * padded_dim(dim_qk) + 2 * tiles.block_q * tiles.block_kv
     return tiles.block_q * (padded_dim(dim_v) + tiles.block_kv)
 
 
@@ -161,7 +167,7 @@ def default_tiles(
         capability: (9, 0), "gfx942"; see `Device.capability`.
         dim_qk, dim_v: head dims, unpadded.
         itemsize: bytes of an element of q, k and v.
-        kind: "forward", "backward" or "decode".
+        kind: "forward", "backward_kv" (the pass that owns keys, for dk and dv), "backward_q" (for dq) or "decode".
         folder: where to look for tables instead of the package's own.
 
     Raises:
@@ -193,8 +199,9 @@ def default_tiles(
 def load_table(target: str, folder: Path | None = None) -> Mapping[tuple[str, int, int, int], Tiles]:
     """Read a target's tuned rows, by (kind, padded dim_qk, padded dim_v, itemsize); empty where there is no file.
 
-    A file holds ``{"target": "sm_90", "rows": [...]}``. A row holds kind, dim_qk, dim_v (padded), itemsize, the four
-    fields of `Tiles`, and ``"provenance": {"device", "date", "triton", "command"}``, all of it text.
+    A file holds ``{"target": "sm_90", "rows": [...]}``. A row holds kind, dim_qk, dim_v (padded), itemsize, the
+    fields of `Tiles` (max_registers may be left out), and ``"provenance": {"device", "date", "triton", "command"}``,
+    all of it text.
 
     Raises:
         ValueError: the file is malformed; the message names it and the row.
@@ -219,7 +226,7 @@ def load_table(target: str, folder: Path | None = None) -> Mapping[tuple[str, in
 
 def _read_row(row: object) -> tuple[tuple[str, int, int, int], Tiles]:
     """Check one row of a table and give its key and tiles."""
-    if not isinstance(row, dict) or set(row) != _ROW_KEYS:
+    if not isinstance(row, dict) or set(row) | {"max_registers"} != _ROW_KEYS | {"max_registers"}:
         raise ValueError(f"must have exactly the keys {', '.join(sorted(_ROW_KEYS))}; got {row!r}")
     provenance = row["provenance"]
     if not isinstance(provenance, dict) or set(provenance) != _PROVENANCE_KEYS:
@@ -235,7 +242,8 @@ def _read_row(row: object) -> tuple[tuple[str, int, int, int], Tiles]:
         raise ValueError(f"dim_qk and dim_v must be powers of two from {_LEAST_BLOCK}; got {dim_qk!r} and {dim_v!r}")
     if itemsize not in (1, 2, 4, 8):
         raise ValueError(f"itemsize must be 1, 2, 4 or 8 bytes; got {itemsize!r}")
-    tiles = Tiles(row["block_q"], row["block_kv"], row["num_warps"], row["num_stages"])
+    block_q, block_kv, warps, stages = (row[name] for name in ("block_q", "block_kv", "num_warps", "num_stages"))
+    tiles = Tiles(block_q, block_kv, warps, stages, row.get("max_registers"))
     if min(tiles.block_q, tiles.block_kv) < _LEAST_BLOCK:
         raise ValueError(f"blocks must be {_LEAST_BLOCK} or more; got {tiles.block_q} and {tiles.block_kv}")
     if any(n & (n - 1) for n in (tiles.block_q, tiles.block_kv, tiles.num_warps)):

@@ -103,7 +103,7 @@ def attention_forward(
     bias_width: tl.int32, left, right, scale: tl.float32, softcap, dropout,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr, TOP_LEFT: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """Compute out and lse of one tile of queries; ``backends/triton_portable.py`` says what each argument is.
 
@@ -147,8 +147,9 @@ def attention_forward(
 
     q_pos = (q_start + tl.arange(0, BLOCK_Q))[:, None]
     q = load_rows((q, q_row_stride, q_dim_stride), q_start, 0, len_q, DIM_QK, BLOCK_Q, BLOCK_DIM_QK, True, UNIT)
-    # The sign goes to q, exactly, so that row_max may compare before scaling; and 0 * -inf must not be.
-    q = tl.where(scale < 0, -q, q)
+    # The sign goes to q, exactly, so that row_max may compare before scaling; and 0 * -inf must not be. Whether there
+    # is one is known at compile time: arithmetic on q would keep the products from reading it in shared memory.
+    q = -q if NEGATIVE else q
     factor = tl.maximum(tl.abs(scale), 1e-30)
     state = fresh_state(BLOCK_Q, BLOCK_DIM_V)
     for part in tl.static_range(3):  # masked, bare, masked
