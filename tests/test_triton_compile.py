@@ -189,7 +189,7 @@ def test_fifty_calls_of_other_sizes_need_no_more_kernels_than_there_are_kinds_of
     keys = set().union(*(keys_of(varied_call(number), monkeypatch) for number in range(50)))
     counts = {name: sum(key[0] == name for key in keys) for name in KERNELS}
     assert counts == {
-        "attention_forward": 4,  # with and without a left and a right side
+        "attention_forward": 8,  # with and without a left and a right side, and for either sign of the scale
         "prepare_rows": 1,
         "key_gradients": 4,
         "query_gradients": 4,
