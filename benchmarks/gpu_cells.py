@@ -56,6 +56,7 @@ def flex() -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._functorch.config.donated_buffer = False  # noqa: SLF001  # the backward pass is timed over one kept graph
+    torch._dynamo.config.recompile_limit = 64  # noqa: SLF001  # every cell is compiled for itself
     compiled = torch.compile(flex_attention, dynamic=False)
     masks: dict[int, object] = {}
 
@@ -135,14 +136,16 @@ def line(label: str, record: dict[str, object]) -> None:
     print(f"{label:<34} {cells}" + (f"   {failed}" if failed else ""), flush=True)
 
 
-def cells(backends: list[str], dims: list[int], passes: list[bool], with_flex: bool) -> list[dict[str, object]]:
+def cells(
+    backends: list[str], dims: list[int], lengths: list[int], passes: list[bool], with_flex: bool
+) -> list[dict[str, object]]:
     """Measure the throughput of every head dim, mask and length."""
     compiled = flex() if with_flex else None
     records = []
     for backward in passes:
         for dim in dims:
             for causal in (False, True):
-                for length in (512, 2048, 8192, 16384)[1 if backward else 0 :]:
+                for length in (n for n in lengths if n > 512 or not backward):
                     heads = HIDDEN // dim
                     case = Case(length, TOKENS // length, heads, heads, dim, "bfloat16", DEVICE, causal=causal)
                     peers = {"fa2": pytorch(SDPBackend.FLASH_ATTENTION), "cudnn": pytorch(SDPBackend.CUDNN_ATTENTION)}
@@ -269,13 +272,14 @@ def main() -> None:
     parser.add_argument("--backend", nargs="+", default=["triton_portable"])
     parser.add_argument("--sections", nargs="+", default=["cells", "fp32", "window", "varlen", "memory", "host"])
     parser.add_argument("--dims", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 8192, 16384])
     parser.add_argument("--passes", nargs="+", default=["forward", "backward"])
     parser.add_argument("--no-flex", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     passes = [name == "backward" for name in arguments.passes]
     sections: dict[str, Callable[[], list[dict[str, object]]]] = {
-        "cells": lambda: cells(arguments.backend, arguments.dims, passes, not arguments.no_flex),
+        "cells": lambda: cells(arguments.backend, arguments.dims, arguments.lengths, passes, not arguments.no_flex),
         "fp32": lambda: exact(arguments.backend),
         "window": lambda: window(arguments.backend),
         "varlen": lambda: varlen(arguments.backend),

@@ -64,7 +64,8 @@ def tiles(problem: Problem) -> None:
 def forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out and lse."""
     out, lse = _KERNEL(tensors.q, tensors.k, tensors.v, 0.0, problem.mask.band.right == 0, scale=problem.score.scale)
-    return _laid(empty_out(tensors.q, problem.dim_v, problem.layout), out), _laid(empty_lse(tensors.q), lse)
+    q = tensors.q.to("meta")  # strides alone: nothing is allocated
+    return _laid(empty_out(q, problem.dim_v, problem.layout), out), _laid(empty_lse(q), lse)
 
 
 def backward(
@@ -90,12 +91,14 @@ def backward(
     d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
     grads = _KERNEL_BACKWARD(d_out, q, k, v, out, lse, 0.0, problem.mask.band.right == 0, scale=problem.score.scale)
     dq, dk, dv = (
-        _laid(torch.empty_like(x), grad[..., : x.shape[-1]])
+        _laid(torch.empty_like(x, device="meta"), grad[..., : x.shape[-1]])
         for x, grad in zip((tensors.q, tensors.k, tensors.v), grads, strict=True)
     )
     return Grads(dq if needs.dq else None, dk if needs.dk else None, dv if needs.dv else None, None, None)
 
 
 def _laid(target: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Give x in the target's strides, copied only where they differ."""
-    return x if x.stride() == target.stride() else target.copy_(x)
+    """Give x in the strides of a tensor without memory, copied only where they differ."""
+    if x.stride() == target.stride():
+        return x
+    return x.new_empty_strided(target.shape, target.stride()).copy_(x)

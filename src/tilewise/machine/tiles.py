@@ -77,7 +77,7 @@ def torch_tiles(batch_heads: int, itemsize: int, budget: int = 16 * MIB) -> Tile
     torch call costs, and at least 16 of each, even where the budget is too small for that.
 
     >>> torch_tiles(8, 4)
-    Tiles(block_q=512, block_kv=1024, num_warps=4, num_stages=1)
+    Tiles(block_q=512, block_kv=1024, num_warps=4, num_stages=1, max_registers=None)
     >>> torch_tiles(256, 4).block_q, torch_tiles(256, 4).block_kv
     (128, 128)
     """
@@ -174,7 +174,7 @@ def default_tiles(
         ValueError: nothing fits, or a table is malformed.
 
     >>> default_tiles((8, 0), 128, 128, 2, "forward")
-    Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2)
+    Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2, max_registers=None)
     """
     if kind not in get_args(Kind):
         raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}; got {kind!r}")
