@@ -42,6 +42,11 @@ def test_every_backend_serves_some_case_and_the_torch_engine_all() -> None:
 def test_sdpa_in_low_precision_is_within_budget_where_no_lse_is_asked_for(name: str, dtype: str) -> None:
     call = CASES[name].build("cpu", dtype)
     call = replace(call, options=call.options._replace(return_lse=False))
+    reason = dispatch.load("torch_sdpa").why_not(call.problem)
+    if reason is not None:  # older releases of torch corrupt memory there
+        assert "out of bounds for grouped heads" in reason
+        assert tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+        return
     assert dispatch.choose(call.problem).name == "torch_sdpa"
     assert "lse" not in check(run(call, "torch_sdpa"), call)
 

@@ -258,3 +258,10 @@ def test_a_second_row_for_the_same_case_is_refused(tmp_path: Path) -> None:
 def test_a_file_for_another_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"sm_90\.json must hold"):
         load_table("sm_90", write(tmp_path, ROW, target="sm_80"))
+
+
+@pytest.mark.parametrize("most", [0, 256, 128.0, True])
+def test_a_limit_of_registers_is_a_number_that_a_thread_can_have(most: int) -> None:
+    with pytest.raises(ValueError, match="max_registers must be None or a whole number from 16 to 255"):
+        Tiles(64, 64, max_registers=most)
+    assert Tiles(64, 64, max_registers=128).max_registers == 128
