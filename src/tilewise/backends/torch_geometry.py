@@ -124,17 +124,26 @@ class Geometry:
 
 def dense_geometry(problem: Problem, tensors: Tensors) -> Geometry:
     """Describe a dense call: every batch entry has the same rows; ranges may differ."""
-    band, device = problem.mask.band, tensors.q.device
-    offset = band.offset(problem.len_q, problem.len_kv)
+    device = tensors.q.device
 
     def bounds(x: torch.Tensor | None, default: int) -> torch.Tensor:
         return torch.full((1, 1), default, device=device) if x is None else x.long().clamp(0, problem.len_kv)[:, None]
 
+    offset = problem.mask.band.offset(problem.len_q, problem.len_kv)
     kv_start, kv_stop = bounds(tensors.kv_start, 0), bounds(tensors.kv_stop, problem.len_kv)
-    spans, exact = [Span(0, problem.len_q, 0, 0, problem.len_kv, offset)], not problem.mask.ranged
-    if problem.mask.ranged and device.type == "cpu":
-        pairs = torch.cat(torch.broadcast_tensors(kv_start, kv_stop), 1).unique(dim=0).tolist()
-        spans, exact = [Span(0, problem.len_q, 0, start, stop, offset) for start, stop in pairs], True
+    widest = Span(0, problem.len_q, 0, 0, problem.len_kv, offset)
+    return _batch(problem, kv_start, kv_stop, torch.full((1, 1), offset, device=device), [widest])
+
+
+def _batch(
+    problem: Problem, kv_start: torch.Tensor, kv_stop: torch.Tensor, offset: torch.Tensor, bounds: list[Span] | None
+) -> Geometry:
+    """Describe a batch whose entries have the same rows. ``bounds`` is what the host knows of ranges on a device."""
+    device, band = kv_stop.device, problem.mask.band
+    spans, exact = bounds, not problem.mask.ranged
+    if device.type == "cpu":
+        triples = torch.cat(torch.broadcast_tensors(kv_start, kv_stop, offset), 1).unique(dim=0).tolist()
+        spans, exact = [Span(0, problem.len_q, 0, start, stop, shift) for start, stop, shift in triples], True
     return Geometry(
         left=band.left,
         right=band.right,
@@ -144,7 +153,7 @@ def dense_geometry(problem: Problem, tensors: Tensors) -> Geometry:
         kv_base=torch.zeros((1, 1), dtype=torch.int64, device=device),
         kv_start=kv_start,
         kv_stop=kv_stop,
-        offset=torch.full((1, 1), offset, device=device),
+        offset=offset,
         sequence=torch.arange(problem.batch, device=device)[:, None],
         spans=spans,
         exact=exact,
@@ -199,28 +208,11 @@ def varlen_geometry(problem: Problem, tensors: Tensors) -> Geometry:
 
 def cache_geometry(problem: Problem, lengths: torch.Tensor, leftpad: torch.Tensor | None) -> Geometry:
     """Describe a decoding call: each sequence has its own length, and so its own diagonal."""
-    band, device = problem.mask.band, lengths.device
     kv_stop = lengths.long().clamp(0, problem.len_kv)[:, None]
     kv_start = torch.zeros_like(kv_stop) if leftpad is None else leftpad.long().clamp(0, problem.len_kv)[:, None]
-    offset = kv_stop - problem.len_q if band.align == "bottom_right" else torch.zeros_like(kv_stop)
-    spans = None
-    if device.type == "cpu":
-        triples = torch.cat((kv_start, kv_stop, offset), 1).unique(dim=0).tolist()
-        spans = [Span(0, problem.len_q, 0, start, stop, shift) for start, stop, shift in triples]
-    return Geometry(
-        left=band.left,
-        right=band.right,
-        rows=problem.len_q,
-        keys=problem.len_kv,
-        q_pos=torch.arange(problem.len_q, device=device)[None],
-        kv_base=torch.zeros((1, 1), dtype=torch.int64, device=device),
-        kv_start=kv_start,
-        kv_stop=kv_stop,
-        offset=offset,
-        sequence=torch.arange(problem.batch, device=device)[:, None],
-        spans=spans,
-        exact=True,
-    )
+    bottom_right = problem.mask.band.align == "bottom_right"
+    offset = kv_stop - problem.len_q if bottom_right else torch.zeros_like(kv_stop)
+    return _batch(problem, kv_start, kv_stop, offset, None)
 
 
 def _known(x: torch.Tensor | None) -> torch.Tensor:
