@@ -1,0 +1,1 @@
+"""Kernels in Gluon, Triton's lower level, for GPUs whose units have to be driven by hand: Hopper."""

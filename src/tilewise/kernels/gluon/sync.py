@@ -1,0 +1,323 @@
+"""The tricks below Gluon's level, each in one function with its reason: barriers, broadcasts, packing, a skipped rescale.
+
+Barriers. Gluon's own arrive and wait put a ``bar.sync`` of the whole partition around each call. Those of this file do
+not: one lane of each warp arrives, so a barrier that a partition of four warps releases counts four. A barrier is known
+by its ``slot``: a kernel allocates ONE array ``bars`` of int64, shape (slots, 1), for all its barriers, and behind them
+for the words of `put`. BAR_OFF is where that array lies in shared memory, in bytes. Only the compiler knows, so a kernel is
+compiled with a guess, `bar_offset` reads the place from the result, and a wrong guess is compiled once more. A kernel that
+runs with a wrong one hangs the GPU.
+
+Predicates come from ``%laneid``, never from ``%tid``: with that ptxas no longer knows that a loop is the same for all
+lanes, and leaves the uniform registers. Arithmetic is not held by its place in the source: only volatile assembly
+(``is_pure=False``) keeps its order, and only against its like.
+"""
+# mypy: ignore-errors
+# Triton's values have no types that a checker knows.
+
+import re
+
+from tilewise.kernels.gluon.compat import gl, gluon
+
+# ---- barriers in shared memory --------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def arrive(slot, lane, BAR_OFF: gl.constexpr):
+    """Arrive at a barrier, once for each warp, with no barrier of the partition before it.
+
+    A warp's own reads of a buffer are over when it arrives: `warpgroup_mma_wait` is for the warp. So no warp has to
+    wait for the other three, and the barrier counts warps.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred first; .reg .b32 place;
+        setp.eq.u32 first, $2, 0;
+        mov.u32 place, global_smem; add.u32 place, place, $1;
+        @first mbarrier.arrive.shared::cta.b64 _, [place];
+        mov.b32 $0, $1;
+        }""",
+        "=r,r,r",
+        [gl.to_tensor(slot) * 8 + BAR_OFF, lane],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def arrive_if(condition, slot, lane, BAR_OFF: gl.constexpr):
+    """Arrive where ``condition`` holds, without a branch: otherwise no lane is the first."""
+    arrive(slot, gl.where(condition, lane, 1), BAR_OFF)
+
+
+@gluon.jit
+def wait(slot, phase, BAR_OFF: gl.constexpr):
+    """Wait until the barrier's phase of this parity (0 or 1) is complete, with no barrier of the partition around it.
+
+    Each warp goes on as soon as it may. On a fresh barrier parity 1 counts as complete: so a producer starts with
+    ``phase ^ 1`` and finds every buffer empty.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred done; .reg .b32 place;
+        mov.u32 place, global_smem; add.u32 place, place, $1;
+        AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [place], $2;
+        @!done bra.uni AGAIN;
+        mov.b32 $0, $1;
+        }""",
+        "=r,r,r",
+        [gl.to_tensor(slot) * 8 + BAR_OFF, gl.to_tensor(phase)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def wait_if(condition, slot, phase, BAR_OFF: gl.constexpr):
+    """Wait where ``condition``, the same for the whole partition, holds; the branch stays inside the assembly.
+
+    A branch that the compiler sees would end the block in which it may move instructions under a product in flight.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred done, asked; .reg .b32 place;
+        setp.ne.u32 asked, $3, 0;
+        mov.u32 place, global_smem; add.u32 place, place, $1;
+        @!asked bra.uni ON;
+        AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [place], $2;
+        @!done bra.uni AGAIN;
+        ON: mov.b32 $0, $1;
+        }""",
+        "=r,r,r,r",
+        [gl.to_tensor(slot) * 8 + BAR_OFF, gl.to_tensor(phase), gl.to_tensor(condition).to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+def bar_offset(ptx: str) -> int:
+    """Read from a kernel's PTX where its barriers begin in dynamic shared memory, in bytes: the true BAR_OFF.
+
+    Raises:
+        ValueError: there is no barrier, its address is not written in a way that is known here, or the barriers do not
+            lie side by side, as those of one array do.
+
+    >>> bar_offset("mov.b32 %r1, global_smem; add.s32 %r2, %r1, 512; mbarrier.init.shared::cta.b64 [%r2], 1;")
+    512
+    """
+    inits = re.finditer(r"mbarrier\.init\.[\w:.]+ \[([^\]]+)\]", ptx)
+    places = sorted({_place(init[1], ptx[: init.start()]) for init in inits})
+    if not places:
+        raise ValueError("the PTX initialises no barrier. A kernel that uses sync.wait must call mbarrier.init")
+    if places != list(range(places[0], places[-1] + 1, 8)):
+        raise ValueError(
+            f"barriers lie at {places}; allocate one array for all of a kernel's, those of `put` behind them"
+        )
+    return places[0]
+
+
+def _place(address: str, before: str) -> int:
+    """Resolve an address that is global_smem, or a register set from it with a known distance."""
+    distance = 0
+    while True:
+        name, plus, more = address.strip().partition("+")
+        distance += int(more) if plus else 0
+        name = name.strip()
+        if name == "global_smem":
+            return distance
+        set_by = re.findall(rf"(?:add|mov)\.[a-z]\d+\s+{re.escape(name)}, ([^;]+);", before)
+        if not set_by:
+            raise ValueError(f"the place of a barrier, {address!r}, cannot be followed to global_smem in the PTX")
+        address = "+".join(part.strip() for part in set_by[-1].split(","))
+
+
+# ---- barriers of threads --------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _barrier_asm(operation, barrier_id, threads):
+    return "{ bar." + operation + " " + str(barrier_id) + ", " + str(threads) + "; mov.b32 $0, $1; }"
+
+
+@gluon.jit
+def named_sync(ID: gl.constexpr, THREADS: gl.constexpr):
+    """Wait at the hardware's barrier ID until THREADS threads (of several partitions) are there or have arrived.
+
+    Gluon has a barrier for one partition or for all, none for some. Triton itself takes one id for each partition from
+    0 on; those from 8 to 15 are free.
+    """
+    ASM: gl.constexpr = _barrier_asm("sync", ID, THREADS)
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_arrive(ID: gl.constexpr, THREADS: gl.constexpr):
+    """Count this partition's threads at the hardware's barrier ID, without waiting there."""
+    ASM: gl.constexpr = _barrier_asm("arrive", ID, THREADS)
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+# ---- one value for all ----------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def lane_id():
+    """Give the thread's place in its warp, 0 to 31."""
+    return gl.inline_asm_elementwise(
+        "{ mov.u32 $0, %laneid; add.u32 $0, $0, $1; }",
+        "=r,r",
+        [gl.to_tensor(0)],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def put(slot, x, y, lane, BAR_OFF: gl.constexpr):
+    """Leave two int32 in a slot of ``bars``, for partitions that `get` them after a barrier.
+
+    Scalars have no other way from one partition to another: Gluon stores tensors, with a layout and a fence of its own.
+    The warp that puts also arrives; its lane 0 does both, so that the barrier orders them.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred first; .reg .b32 place;
+        setp.eq.u32 first, $4, 0;
+        mov.u32 place, global_smem; add.u32 place, place, $1;
+        @first st.shared.v2.u32 [place], {$2, $3};
+        mov.b32 $0, $2;
+        }""",
+        "=r,r,r,r,r",
+        [gl.to_tensor(slot) * 8 + BAR_OFF, gl.to_tensor(x), gl.to_tensor(y), lane],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _get_word(word, BAR_OFF: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 place, value;
+        mov.u32 place, global_smem; add.u32 place, place, $1;
+        ld.shared.u32 value, [place];
+        shfl.sync.idx.b32 $0, value, 0, 31, 0xffffffff;
+        }""",
+        "=r,r",
+        [gl.to_tensor(word) * 4 + BAR_OFF],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def get(slot, BAR_OFF: gl.constexpr):
+    """Read the two int32 of a slot as (x, y).
+
+    The shuffle changes no value: it tells ptxas that all lanes hold the same one, so that loops and addresses that
+    depend on it stay uniform.
+    """
+    return _get_word(gl.to_tensor(slot) * 2, BAR_OFF), _get_word(gl.to_tensor(slot) * 2 + 1, BAR_OFF)
+
+
+@gluon.jit
+def count(counter):
+    """Take a ticket: lane 0 adds one to the int32 at ``counter`` and gets what was there; other lanes get 0.
+
+    `first_lane` gives it to all lanes, and is a function of its own so that it can be called a tile later: nothing
+    waits for the atomic until then. For a partition of one warp.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first; .reg .u32 lane;
+        mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0;
+        mov.u32 $0, 0;
+        @first atom.global.add.u32 $0, [$1], 1;
+        }""",
+        "=&r,l",
+        [counter.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def first_lane(x):
+    """Give the int32 of lane 0 to all lanes of its warp."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+# ---- arithmetic -----------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def pack(x, DTYPE: gl.constexpr):
+    """Round float32 to float16 or bfloat16, two neighbours in one instruction, to a register that stays packed.
+
+    ``x.to(DTYPE)`` rounds alike; but carried over a loop, its halves are taken apart and put together again, 64 PRMT
+    for each step of a tile of 64 x 128. PTX names the upper half first.
+    """
+    gl.static_assert(DTYPE.is_bf16() or DTYPE.is_fp16())
+    if DTYPE.is_bf16():  # a dtype handed on as a constant is not understood: so both are spelt out
+        packed = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        packed = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+    return packed
+
+
+@gluon.constexpr_function
+def _values_of_thread(acc):
+    return acc.shape[0] * acc.shape[1] // 128
+
+
+@gluon.constexpr_function
+def _rescale_asm(n):
+    # Outputs $0 .. $n-1, then acc, then rescale. Of four values in a row two are of one row of acc and two of another.
+    one = "0f3F800000"
+    lines = [f".reg .pred up, down; setp.neu.f32 up, ${2 * n}, {one}; setp.neu.f32 down, ${2 * n + 2}, {one};"]
+    lines += ["or.pred up, up, down; vote.sync.any.pred up, up, 0xffffffff;"]
+    lines += [f"mov.b32 ${i}, ${n + i};" for i in range(n)]
+    lines += ["@!up bra.uni SAME;"]
+    lines += [f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)]
+    return "{ " + "\n".join(lines) + "\nSAME: }"
+
+
+@gluon.constexpr_function
+def _rescale_constraints(n):
+    return ",".join(["=&f"] * n + ["f"] * (2 * n))
+
+
+@gluon.jit
+def rescale_if_moved(acc, rescale):
+    """Give ``acc * rescale[:, None]``, without the products where all rows of a warp have a rescale of exactly 1.
+
+    ``acc`` is (64, dim) in the layout of a product's accumulator and belongs to four warps; ``rescale`` is (64,) in its
+    row layout. When the row maximum moves seldom, most steps save dim / 2 multiplications for each thread. Gluon's
+    ``if`` would ask all four warps; the vote inside the assembly asks one, and ptxas sees a uniform branch.
+    """
+    N: gl.constexpr = _values_of_thread(acc)
+    ASM: gl.constexpr = _rescale_asm(N)
+    CONSTRAINTS: gl.constexpr = _rescale_constraints(N)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [acc, rescale[:, None]], dtype=gl.float32, is_pure=False, pack=N)
+
+
+@gluon.jit
+def opaque_zero(x):
+    """Give 0 for any int32 from 0 on, in a way that no compiler sees through.
+
+    Index a shared buffer by it inside a loop whose counter is ``x``: the addresses that a product takes then depend on
+    the loop. Otherwise they are all computed ahead of it and held in up to 48 registers, which end up spilled.
+    """
+    return x >> 31
