@@ -3,8 +3,8 @@
 Gluon is experimental: between releases its functions change names and parameters. Only this file imports it. Ask
 `refusal` before importing anything else of this folder: where it gives a reason, the names below do not exist.
 
-What differs: loads and stores by TMA are called ``async_copy_*`` up to 3.7; the addition by TMA has a name in
-Python only from 3.8 on, though the compiler had it before; ``thread_barrier`` became ``barrier`` in 3.7. Pass the bytes of
+What differs: loads and stores by TMA are called ``async_copy_*`` up to 3.7; adding by TMA has a name in Python from 3.8
+on, though the compiler had it before; ``thread_barrier`` became ``barrier`` in 3.7. Pass the bytes of
 ``mbarrier.expect`` by position, for that parameter was renamed, and give ``warp_specialize`` the registers of its
 workers, which 3.6 insists on.
 """
