@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 
+from recorder import SM90, Recorder, integer
 from tilewise.backends import compile as compiling
 from tilewise.backends import launch
 from tilewise.backends.compile import Binary, Options, binary_for, ptx_parameters
@@ -25,7 +26,6 @@ from tilewise.backends.driver import INVALID_CONTEXT, CudaDriver
 from tilewise.kernels.share import kernel
 
 ROOT = Path(__file__).parents[1]
-SM90 = 90
 
 
 @kernel
@@ -58,65 +58,6 @@ def scaled(x_ptr, length: tl.int32, factor: tl.float32, BLOCK: tl.constexpr):  #
     tl.store(x_ptr + place, value * factor, mask=place < length)
 
 
-class Config(ctypes.Structure):
-    """CUlaunchConfig, declared as the driver's header does."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("attribute_count", ctypes.c_uint),
-    )
-
-
-class Recorder:
-    """A driver that reads each launch from memory as the real one would, and starts nothing."""
-
-    # ruff: noqa: ARG002 - one device is like another here
-
-    def __init__(self, capability: int = SM90) -> None:
-        self.number = capability
-        self.loaded: list[Binary] = []
-        self.launches: list[tuple[Config, int, list[bytes]]] = []
-        self.entered: list[int] = []
-        self.codes: list[int] = []
-        self.taken: list[torch.Tensor] = []
-
-    def capability(self, device: int) -> int:
-        return self.number
-
-    def stream(self, device: int) -> int:
-        return 0x5EA
-
-    def current_device(self) -> int:
-        return -1  # as torch counts the CPU
-
-    def memory(self, size: int, device: int) -> torch.Tensor:
-        self.taken.append(torch.empty(size, dtype=torch.uint8))
-        return self.taken[-1]
-
-    def load(self, binary: Binary, device: int) -> int:
-        self.loaded.append(binary)
-        return len(self.loaded)
-
-    def start(self, config: int, function: int, parameters: int, extra: None) -> int:
-        if self.codes:
-            return self.codes.pop(0)
-        sizes = self.loaded[function - 1].parameters
-        addresses = (ctypes.c_void_p * len(sizes)).from_address(parameters)
-        read = [ctypes.string_at(address or 0, size) for address, size in zip(addresses, sizes, strict=True)]
-        self.launches.append((Config.from_buffer_copy(ctypes.string_at(config, ctypes.sizeof(Config))), function, read))
-        return 0
-
-    def enter(self, device: int) -> None:
-        self.entered.append(device)
-
-    def explain(self, code: int) -> str:
-        return f"error {code}"
-
-
 @pytest.fixture(autouse=True)
 def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "kernels"))
@@ -124,10 +65,6 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def numbers(read: list[bytes], *kinds: Callable[[bytes], object]) -> list[object]:
     return [kind(value) for kind, value in zip(kinds, read, strict=True)]
-
-
-def integer(raw: bytes) -> int:
-    return int.from_bytes(raw, "little", signed=True)
 
 
 def real(raw: bytes) -> float:
@@ -320,7 +257,7 @@ def test_prepared_launches_of_one_kernel_and_of_many_threads_do_not_mix(monkeypa
 def test_a_prepared_launch_takes_scratch_memory_anew_in_every_call() -> None:
     driver = Recorder()
     binary = Binary("name", b"", 128, 0, parameters=(8, 4, 8, 8), hidden=2, scratch=256)
-    call = launch.Bound(driver, -1, binary, ["*fp32", "i32"]).prepare((2, 3), [0, None, 5], [0])
+    call = launch.Bound(driver, -1, binary, ["*fp32", "i32"]).prepare((2, 3), [5], [0])
     x = torch.empty(4)
     call([x])
     call([x])

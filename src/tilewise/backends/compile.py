@@ -41,7 +41,8 @@ except ImportError:  # Windows: processes that start together may each compile
 Constant = bool | int | float | str | None
 Target = int | str  # an NVIDIA capability such as 90, or an AMD architecture such as "gfx942"
 
-FORMAT = 1  # of the files; part of their names, so that another release never reads them
+BARRIERS = "BAR_OFF"  # the constant in which a kernel is told where in shared memory its barriers lie
+FORMAT = 2  # of the files; part of their names, so that another release never reads them
 PTX_SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
 SIZES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8, "fp32": 4, "fp64": 8}
 
@@ -61,7 +62,8 @@ class Binary:
     """A compiled kernel and what a launch must know of it.
 
     ``parameters`` are the sizes in bytes of the kernel's parameters, in order. The last ``hidden`` of them are pointers
-    that Triton adds: the first is to ``scratch`` bytes for each program, the others are null.
+    that Triton adds: the first is to ``scratch`` bytes for each program, the others are null. ``maps`` holds for each
+    tensor map the swizzle's number and the box of one copy, as the kernel's instructions expect them.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Binary:
     parameters: tuple[int, ...]
     hidden: int
     scratch: int = 0
+    maps: tuple[tuple[int, ...], ...] = ()
     pdl: bool = False
     cooperative: bool = False
 
@@ -175,6 +178,32 @@ def compile_for(
     return cast("Compiled", triton.compile(tree, target=where, options={**chosen, "enable_fp_fusion": True}))
 
 
+def compile_settled(
+    kernel: Jitted,
+    types: Mapping[str, str | None],
+    constants: Mapping[str, Constant],
+    target: Target,
+    options: Options,
+) -> Compiled:
+    """Compile as `compile_for`; a kernel that is told where its barriers lie (BAR_OFF) again, until that is so.
+
+    Raises:
+        RuntimeError: their place changes with every attempt.
+    """
+    compiled = compile_for(kernel, types, constants, target, options)
+    if BARRIERS not in constants:
+        return compiled
+    from tilewise.kernels.gluon.sync import bar_offset
+
+    for _ in range(3):
+        found = bar_offset(cast("str", compiled.asm["ptx"]))
+        if found == constants[BARRIERS]:
+            return compiled
+        constants = {**constants, BARRIERS: found}
+        compiled = compile_for(kernel, types, constants, target, options)
+    raise RuntimeError(f"kernel {compiled_kernel(kernel).__name__}: the place of its barriers does not settle")
+
+
 def binary_of(kernel: Kernel, kinds: Mapping[str, str], compiled: Compiled) -> Binary:
     """Take from a kernel compiled for NVIDIA what a launch needs, and hold its parameters to what will be passed.
 
@@ -184,7 +213,7 @@ def binary_of(kernel: Kernel, kinds: Mapping[str, str], compiled: Compiled) -> B
     ptx = cast("str", compiled.asm["ptx"])
     metadata = compiled.metadata  # type: ignore[attr-defined]  # a named tuple that Triton makes at run time
     sizes = ptx_parameters(ptx)
-    passed = [8 if kind[0] == "*" else SIZES[kind] for kind in kinds.values() if kind != "constexpr"]
+    passed = [size for kind in kinds.values() if kind != "constexpr" for size in _sizes(kind)]
     hidden = sizes[len(passed) :]
     if sizes[: len(passed)] != passed or any(size != 8 for size in hidden):
         raise RuntimeError(
@@ -199,9 +228,18 @@ def binary_of(kernel: Kernel, kinds: Mapping[str, str], compiled: Compiled) -> B
         parameters=tuple(sizes),
         hidden=len(hidden),
         scratch=metadata.global_scratch_size,
+        maps=tuple((meta["swizzle"], *meta["block_size"]) for meta in metadata.tensordesc_meta or ()),
         pdl=bool(metadata.launch_pdl),
         cooperative=bool(metadata.launch_cooperative_grid),
     )
+
+
+def _sizes(kind: str) -> list[int]:
+    """Give the sizes in bytes of the parameters that one argument becomes."""
+    if kind.startswith("tensordesc"):  # the map, then its sizes and strides
+        rank = kind.partition("[")[2].partition("]")[0].count(",") + 1
+        return [128, *[4] * rank, *[8] * rank]
+    return [8 if kind[0] == "*" else SIZES[kind]]
 
 
 def ptx_parameters(ptx: str) -> list[int]:
@@ -293,7 +331,7 @@ def binary_for(
     key = _key(source, kinds, fixed, capability, options)
 
     def make() -> Binary:
-        return binary_of(source, kinds, compile_for(kernel, types, constants, capability, options))
+        return binary_of(source, kinds, compile_settled(kernel, types, constants, capability, options))
 
     return kept(cache_folder() / f"{source.__name__}-{key}.bin", make)
 
@@ -344,6 +382,7 @@ def _read(path: Path) -> Binary | None:
         if fields.pop("sha256") != hashlib.sha256(code).hexdigest():
             return None
         fields["parameters"] = tuple(fields["parameters"])
+        fields["maps"] = tuple(map(tuple, fields["maps"]))
         return Binary(code=code, **fields)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -16,6 +16,9 @@ INVALID_CONTEXT = 201
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 PREFER_SHARED = 1  # CU_FUNC_CACHE_PREFER_SHARED
 SHARED_WITHOUT_ASKING = 48 << 10
+MAP_BYTES = 128
+MAP_DTYPES = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # ..._DATA_TYPE_...
+MAP_PROMOTE_128 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 
 class Driver(Protocol):
@@ -41,6 +44,20 @@ class Driver(Protocol):
 
     def enter(self, device: int) -> None:
         """Make a device's context the thread's own."""
+
+    def encode_map(
+        self,
+        dtype: torch.dtype,
+        address: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+        swizzle: int,
+    ) -> bytes:
+        """Encode a tensor map; axes from the outermost, strides in elements, swizzle by the driver's number."""
+
+    def move_map(self, image: bytes, address: int) -> bytes:
+        """Give a tensor map another address."""
 
     def explain(self, code: int) -> str:
         """Put an error code in words."""
@@ -93,15 +110,53 @@ class CudaDriver:
                 self._check(self._cuda.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, binary.shared))
         return cast("int", function.value)
 
+    def encode_map(
+        self,
+        dtype: torch.dtype,
+        address: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+        swizzle: int,
+    ) -> bytes:
+        """Encode a tensor map; axes from the outermost, strides in elements, swizzle by the driver's number."""
+        _held, place = _map_memory()
+        rank = len(shape)
+        sizes = (ctypes.c_uint64 * rank)(*reversed(shape))
+        steps = (ctypes.c_uint64 * rank)(*(stride * dtype.itemsize for stride in reversed(strides[:-1])))
+        boxes, ones = (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank)
+        self._check(
+            self._cuda.cuTensorMapEncodeTiled(
+                ctypes.c_void_p(place), MAP_DTYPES[dtype], rank, ctypes.c_void_p(address), sizes, steps, boxes, ones,
+                0, swizzle, MAP_PROMOTE_128, 0,
+            ),
+            f"encode a tensor map of shape {shape}, strides {strides}, box {box} at {address:#x}",
+        )  # fmt: skip
+        return ctypes.string_at(place, MAP_BYTES)
+
+    def move_map(self, image: bytes, address: int) -> bytes:
+        """Give a tensor map another address."""
+        _held, place = _map_memory()
+        ctypes.memmove(place, image, MAP_BYTES)
+        code = self._cuda.cuTensorMapReplaceAddress(ctypes.c_void_p(place), ctypes.c_void_p(address))
+        self._check(code, "move a tensor map")
+        return ctypes.string_at(place, MAP_BYTES)
+
     def explain(self, code: int) -> str:
         """Put an error code in words."""
         text = ctypes.c_char_p()
         self._cuda.cuGetErrorString(code, ctypes.byref(text))
         return f"{(text.value or b'unknown error').decode()} (CUDA driver error {code})"
 
-    def _check(self, code: int) -> None:
+    def _check(self, code: int, what: str = "load a kernel") -> None:
         if code:
-            raise RuntimeError(f"the CUDA driver refuses to load a kernel: {self.explain(code)}")
+            raise RuntimeError(f"the CUDA driver refuses to {what}: {self.explain(code)}")
+
+
+def _map_memory() -> tuple[ctypes.Array[ctypes.c_char], int]:
+    """Take memory for a tensor map, and its first address on 64 bytes; the memory must be held while that is used."""
+    raw = ctypes.create_string_buffer(MAP_BYTES + 64)
+    return raw, -(-ctypes.addressof(raw) // 64) * 64
 
 
 def _raw_stream() -> Callable[[int], int]:

@@ -9,7 +9,7 @@ questions whose answers do not change:
    loaded through the CUDA driver, its argument block laid out in memory;
 3. a call fills that block and calls ``cuLaunchKernelEx``;
 4. where calls differ only in where their tensors lie, a launch is *prepared*: it has a block of its own in which
-   everything else stands already, and a call writes addresses.
+   everything else stands already, and a call writes addresses. Steps 3 and 4 are in `tilewise.backends.bound`.
 
 Kernels say in their annotations what type their numbers have; without one, an argument is a pointer, or an i32 or fp32
 that may also be None. Values never choose a variant: what a kernel may know of them is among its constants. That all
@@ -21,11 +21,8 @@ to its interpreter.
 
 from __future__ import annotations
 
-import ctypes
-import math
-import struct
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from operator import itemgetter
 from typing import NamedTuple, cast
@@ -33,11 +30,15 @@ from typing import NamedTuple, cast
 import torch
 import triton
 
+from tilewise.backends.bound import Bound, Prepared, Value
 from tilewise.backends.compile import Binary, Constant, Kernel, Options, binary_for, compiled_kernel, signature
-from tilewise.backends.driver import INVALID_CONTEXT, CudaDriver, Driver
+from tilewise.backends.driver import CudaDriver, Driver
+from tilewise.backends.tensor_map import Mapped, TensorMap, kind_of
 from tilewise.kernels.share import Jitted
 
-Argument = torch.Tensor | int | float | None
+__all__ = ["Argument", "Launcher", "Mapped", "Prepared", "TensorMap", "launch", "launch_named", "prepare_named"]
+
+Argument = torch.Tensor | Mapped | int | float | None
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -54,16 +55,6 @@ POINTERS = {
     torch.int64: "*i64",
 }
 SCALARS: dict[object, str] = {int: "i32", float: "fp32", bool: "i1"}
-CODES = {
-    "i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
-    "fp32": "f", "fp64": "d",
-}  # fmt: skip
-
-# Numbers of the CUDA driver's interface.
-COOPERATIVE, PROGRAMMATIC_SERIALIZATION = 2, 6  # CU_LAUNCH_ATTRIBUTE_...
-CONFIG = "@7IQQI4x"  # CUlaunchConfig: grid, block, shared memory; stream; attributes and their number
-STREAM, ADDRESSES = 32, 56  # where in a block the stream stands, and where the configuration ends
-ATTRIBUTE = struct.Struct("@I4xI60x")  # CUlaunchAttribute: its number, the value in the first word of a union
 
 
 def launch(
@@ -142,7 +133,8 @@ def prepare_named(
     Args:
         kernel, grid, named, num_warps, num_stages, maxnreg: as in `launch_named`; the tensors give their dtypes and
             the device.
-        pointers: the names of all the tensors that the kernel takes, in the order in which calls will give them.
+        pointers: the names of all the tensors that the kernel takes, in the order in which calls will give them; those
+            that it takes through maps (`Mapped`) stand last.
 
     Returns:
         What launches when it is called with tensors of those dtypes on that device; None where launches go to Triton.
@@ -249,43 +241,57 @@ class Variant:
         return sum(len(form.bound) for form in list(self._forms.values()))
 
     def __call__(self, grid: tuple[int, ...], arguments: Sequence[Argument]) -> None:
-        """Launch; see `launch`."""
+        """Launch; see `launch`.
+
+        Raises:
+            TypeError: an argument is a tensor map; those are made once, so the launch must be prepared.
+        """
         bound, values = self._bound_for(arguments)
+        if bound.binary.maps:
+            raise TypeError(f"kernel {self._source.__name__} takes tensor maps: prepare its launch, then call that")
         bound(grid, values)
 
     def prepare(self, grid: tuple[int, ...], arguments: Sequence[Argument], pointers: Sequence[int]) -> Prepared:
         """Settle a launch with these arguments; calls will give those at the places ``pointers``, in that order."""
         bound, values = self._bound_for(arguments)
         tensors = [place for place, argument in enumerate(arguments) if isinstance(argument, torch.Tensor)]
-        if sorted(pointers) != tensors:
+        mapped = [place for place, argument in enumerate(arguments) if isinstance(argument, Mapped)]
+        if sorted(pointers) != sorted(tensors + mapped) or not set(mapped).isdisjoint(pointers[: len(tensors)]):
             got = ", ".join(self._passed[place].name for place in pointers)
-            needed = ", ".join(self._passed[place].name for place in tensors)
-            raise ValueError(f"kernel {self._source.__name__} needs the addresses of {needed}; got those of {got}")
-        return bound.prepare(grid, values, list(map(pointers.index, tensors)))
+            needed = ", ".join(self._passed[place].name for place in tensors + mapped)
+            order = ", those through maps last" * bool(mapped)
+            raise ValueError(
+                f"kernel {self._source.__name__} needs the addresses of {needed}{order}; got those of {got}"
+            )
+        maps = [(pointers.index(place), *cast("Mapped", arguments[place])) for place in mapped]
+        return bound.prepare(grid, values[len(tensors) + 1 :], list(map(pointers.index, tensors)), maps)
 
-    def _bound_for(self, arguments: Sequence[Argument]) -> tuple[Bound, list[Argument]]:
+    def _bound_for(self, arguments: Sequence[Argument]) -> tuple[Bound, list[Value]]:
         """Give the kernel for arguments of these types, and the values that its block holds."""
         if len(arguments) != len(self._passed):
             expected = ", ".join(param.name for param in self._passed)
             raise ValueError(f"kernel {self._source.__name__} takes {expected}; got {len(arguments)} arguments")
         types = tuple(map(type, self._open_of(arguments)))
         form = self._forms.get(types) or self._forms.setdefault(types, Form.of(arguments))
-        values = list(form.passed_of(arguments))
-        key: list[object] = [cast("torch.Tensor", values[0]).get_device()]
+        values: list[object] = list(form.passed_of(arguments))
+        key: list[object] = [_first(arguments).get_device()]
         for place in range(form.pointers):
             pointer = cast("torch.Tensor", values[place])
             values[place] = pointer.data_ptr()
             key.append(pointer.dtype)
+        for place in form.mapped:
+            tensor, how = cast("Mapped", arguments[place])
+            key += (tensor.dtype, how.box, how.swizzle)
         bound = form.bound.get(tuple(key))
         if bound is None:
             bound = self._bind(form, tuple(key), arguments)
-        return bound, values
+        return bound, cast("list[Value]", values)
 
     def _bind(self, form: Form, key: tuple[object, ...], arguments: Sequence[Argument]) -> Bound:
         with self._lock:
             bound = form.bound.get(key)
             if bound is None:
-                device = cast("torch.Tensor", arguments[0]).get_device()
+                device = _first(arguments).get_device()
                 kinds, binary = self._compile(device, arguments)
                 bound = form.bound[key] = Bound(self._driver, device, binary, kinds)
         return bound
@@ -306,6 +312,7 @@ class Form(NamedTuple):
 
     passed_of: Callable[[Sequence[Argument]], tuple[Argument, ...]]  # pointers, room for scratch memory's, numbers
     pointers: int
+    mapped: list[int]
     bound: dict[tuple[object, ...], Bound]  # by device and dtypes
 
     @staticmethod
@@ -315,20 +322,29 @@ class Form(NamedTuple):
         Raises:
             TypeError: the first is no tensor, so that nothing says where to run.
         """
-        if not isinstance(arguments[0], torch.Tensor):
-            raise TypeError(
-                f"a kernel runs where its first argument is, so that must be a tensor; got {arguments[0]!r}"
-            )
+        _first(arguments)
         passed = [place for place, argument in enumerate(arguments) if argument is not None]
         pointers = [place for place in passed if isinstance(arguments[place], torch.Tensor)]
-        numbers = [place for place in passed if place not in pointers]
-        places = [*pointers, pointers[0], *numbers]
-        return Form(itemgetter(*places), len(pointers), {})
+        mapped = [place for place in passed if isinstance(arguments[place], Mapped)]
+        numbers = [place for place in passed if place not in pointers and place not in mapped]
+        places = [*pointers, 0, *numbers, *[0] * (not pointers and not numbers)]
+        return Form(itemgetter(*places), len(pointers), mapped, {})
+
+
+def _first(arguments: Sequence[Argument]) -> torch.Tensor:
+    """Give the tensor that says where a kernel runs."""
+    first = arguments[0]
+    tensor = first.tensor if isinstance(first, Mapped) else first
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a kernel runs where its first argument is, so that must be a tensor; got {first!r}")
+    return tensor
 
 
 def _kind(kernel: str, name: str, argument: Argument, device: int) -> str | None:
     if argument is None:
         return None
+    if isinstance(argument, Mapped):
+        return kind_of(kernel, name, argument.tensor.dtype, argument.map)
     if not isinstance(argument, torch.Tensor):
         if type(argument) not in SCALARS:
             raise TypeError(
@@ -341,136 +357,3 @@ def _kind(kernel: str, name: str, argument: Argument, device: int) -> str | None
     if argument.get_device() != device:
         raise ValueError(f"kernel {kernel} runs where its first argument is; {name} is on {argument.device}")
     return POINTERS[argument.dtype]
-
-
-# ---- launching ------------------------------------------------------------------------------------------------------
-
-
-class Block:
-    """The memory that launches of one kernel are described in.
-
-    It holds the launch's configuration, the addresses of tensors and of scratch memory, then the other arguments. A
-    table says where each parameter of the kernel stands, which is why addresses may come first and in any order. The
-    driver has read both when a launch returns, so one lock makes them everybody's.
-    """
-
-    def __init__(self, binary: Binary, function: int, kinds: Sequence[str], slots: Sequence[int] | None = None) -> None:
-        pointers = sum(kind[0] == "*" for kind in kinds)
-        free = iter(range(pointers) if slots is None else slots)
-        layout, places = f"{CONFIG}{pointers + 1}Q", []
-        for kind in kinds:
-            if kind[0] == "*":
-                places.append(ADDRESSES + 8 * next(free))
-            else:
-                layout += CODES[kind]
-                places.append(struct.calcsize(layout) - struct.calcsize(CODES[kind]))
-        self._layout = struct.Struct(layout)
-        null = -(-self._layout.size // 8)  # one word more than is ever written
-        places += [ADDRESSES + 8 * pointers, *[8 * null] * binary.hidden][: binary.hidden]
-        self.memory = (ctypes.c_uint64 * (null + 1))()
-        start = ctypes.addressof(self.memory)
-        self._table = (ctypes.c_void_p * len(places))(*(start + place for place in places))
-        attributes = [COOPERATIVE] * binary.cooperative + [PROGRAMMATIC_SERIALIZATION] * binary.pdl
-        packed = b"".join(ATTRIBUTE.pack(number, 1) for number in attributes)
-        self._attributes = ctypes.create_string_buffer(packed, 2 * ATTRIBUTE.size)
-        self._fixed = (binary.threads, 1, 1, binary.shared)
-        self._ends = (ctypes.addressof(self._attributes), len(attributes))
-        self._name = binary.name
-        self.at = start, function, ctypes.addressof(self._table), None
-        self.lock = threading.Lock()
-
-    def fill(self, grid: tuple[int, int, int], stream: int, values: Sequence[Argument]) -> None:
-        """Write everything: addresses, scratch memory's among them, and numbers, in the order of the kernel."""
-        try:
-            self._layout.pack_into(self.memory, 0, *grid, *self._fixed, stream, *self._ends, *values)
-        except struct.error as error:
-            raise ValueError(f"kernel {self._name} cannot take {tuple(values)}: {error}") from error
-
-
-class Bound:
-    """A loaded kernel, called with a grid and all values, or prepared for calls that differ in addresses alone."""
-
-    def __init__(self, driver: Driver, device: int, binary: Binary, kinds: Sequence[str]) -> None:
-        self.driver, self.device, self.binary = driver, device, binary
-        self._kinds = kinds
-        self._pointers = sum(kind[0] == "*" for kind in kinds)
-        self._function = driver.load(binary, device)
-        self._block = Block(binary, self._function, kinds)
-
-    def __call__(self, grid: tuple[int, ...], values: list[Argument]) -> None:
-        """Launch with addresses, room for one more, and numbers."""
-        if self.driver.current_device() == self.device:
-            self._start(programs(grid), values)
-        else:
-            with torch.cuda.device(self.device):
-                self._start(programs(grid), values)
-
-    def _start(self, grid: tuple[int, int, int], values: list[Argument]) -> None:
-        block, scratch = self._block, self.scratch(grid)
-        values[self._pointers] = 0 if scratch is None else scratch.data_ptr()
-        stream = self.driver.stream(self.device)
-        with block.lock:
-            block.fill(grid, stream, values)
-            code = self.driver.start(*block.at)
-            if code:
-                self.start_again(code, block, grid)
-
-    def prepare(self, grid: tuple[int, ...], values: list[Argument], slots: Sequence[int]) -> Prepared:
-        """Settle all but the addresses; ``slots`` says for each pointer of the kernel which of the calls' it is."""
-        block = Block(self.binary, self._function, self._kinds, slots)
-        block.fill(programs(grid), 0, [*[0] * (self._pointers + 1), *values[self._pointers + 1 :]])
-        return Prepared(self, block, programs(grid), self._pointers)
-
-    def scratch(self, grid: tuple[int, int, int]) -> torch.Tensor | None:
-        """Take the memory that the compiler asks for beside the arguments, if it does."""
-        size = self.binary.scratch
-        return self.driver.memory(math.prod(grid) * size, self.device) if size else None
-
-    def start_again(self, code: int, block: Block, grid: tuple[int, int, int]) -> None:
-        """Mend what made a launch fail, or say what it was."""
-        if code == INVALID_CONTEXT:  # a thread's first use of CUDA: torch makes the context its own lazily
-            self.driver.enter(self.device)
-            code = self.driver.start(*block.at)
-        if code:
-            raise RuntimeError(
-                f"kernel {self.binary.name} could not be launched over {grid} programs of {self.binary.threads} "
-                f"threads and {self.binary.shared} bytes of shared memory: {self.driver.explain(code)}"
-            )
-
-
-class Prepared:
-    """A launch in which everything is settled but where its tensors lie."""
-
-    def __init__(self, bound: Bound, block: Block, grid: tuple[int, int, int], pointers: int) -> None:
-        self._bound, self._block, self._grid = bound, block, grid
-        self._driver, self._device = bound.driver, bound.device
-        self._scratch = bool(bound.binary.scratch)
-        self._addresses = struct.Struct(f"@{pointers + self._scratch}Q")
-
-    def __call__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Launch on the device's current stream."""
-        if self._driver.current_device() == self._device:
-            self._start(tensors)
-        else:
-            with torch.cuda.device(self._device):
-                self._start(tensors)
-
-    def _start(self, tensors: Iterable[torch.Tensor]) -> None:
-        driver, block = self._driver, self._block
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        scratch = self._bound.scratch(self._grid) if self._scratch else None
-        if scratch is not None:
-            addresses.append(scratch.data_ptr())
-        stream = driver.stream(self._device)
-        with block.lock:
-            block.memory[STREAM // 8] = stream
-            self._addresses.pack_into(block.memory, ADDRESSES, *addresses)
-            code = driver.start(*block.at)
-            if code:
-                self._bound.start_again(code, block, self._grid)
-
-
-def programs(grid: tuple[int, ...]) -> tuple[int, int, int]:
-    """Give a grid all of its three axes."""
-    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-    return x, y, z
