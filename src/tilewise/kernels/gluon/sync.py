@@ -3,9 +3,9 @@
 Barriers. Gluon's own arrive and wait put a ``bar.sync`` of the whole partition around each call. Those of this file do
 not: one lane of each warp arrives, so a barrier that a partition of four warps releases counts four. A barrier is known
 by its ``slot``: a kernel allocates ONE array ``bars`` of int64, shape (slots, 1), for all its barriers, and behind them
-for the words of `put`. BAR_OFF is where that array lies in shared memory, in bytes. Only the compiler knows, so a kernel
-is compiled with a guess, `bar_offset` reads the place from the result, and a wrong guess is compiled once more. A kernel
-that runs with a wrong one hangs the GPU.
+for the words of `put`. BAR_OFF is where that array lies in shared memory, in bytes. Only the compiler knows, so a
+kernel is compiled with a guess, `bar_offset` reads the place from the result, and a wrong guess is compiled once more.
+A kernel that runs with a wrong one hangs the GPU.
 
 Predicates come from ``%laneid``, never from ``%tid``: with that ptxas no longer knows that a loop is the same for all
 lanes, and leaves the uniform registers. Arithmetic is not held by its place in the source: only volatile assembly
