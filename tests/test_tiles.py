@@ -131,9 +131,9 @@ def test_a_default_is_the_largest_that_fits() -> None:
         ("sm_100", "backward_q", 128, 2, Tiles(128, 64, 8, 2)),  # shared memory allows no square
         ("sm_90", "backward_kv", 256, 2, Tiles(64, 32, 4, 2)),
         ("sm_86", "backward_kv", 128, 2, Tiles(64, 32, 4, 2)),
-        ("sm_80", "decode", 128, 2, Tiles(16, 128, 4, 2)),
-        ("sm_80", "decode", 256, 2, Tiles(16, 64, 4, 2)),
-        ("gfx942", "decode", 128, 2, Tiles(16, 32, 4, 2)),
+        ("sm_80", "decode", 128, 2, Tiles(16, 32, 4, 3)),
+        ("sm_80", "decode", 256, 2, Tiles(16, 32, 4, 2)),
+        ("gfx942", "decode", 128, 2, Tiles(16, 16, 4, 3)),
     ],
 )
 def test_defaults_follow_the_rule(target: str, kind: Kind, dim: int, itemsize: int, expected: Tiles) -> None:

@@ -278,7 +278,6 @@ def test_two_runs_give_the_same_bits() -> None:
 def test_what_it_cannot_do_it_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = CASES["plain"].build("cpu", "float32").problem
     assert triton_portable.why_not(problem) is None
-    assert triton_portable.why_not(replace(problem, kind="cache")) == "has no cache form"
     assert triton_portable.why_not(replace(problem, dtype="float64")) == "has no float64"
     assert triton_portable.why_not(replace(problem, dtype="bfloat16")) == "Triton's interpreter multiplies no bfloat16"
     assert "positions" in (triton_portable.why_not(replace(problem, len_kv=2**31)) or "")

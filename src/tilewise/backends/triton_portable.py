@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 
+from tilewise.backends import triton_decode
+from tilewise.backends.triton_decode import decode
+from tilewise.backends.triton_decode import prepare as prepare_decode
 from tilewise.machine.detect import detect
 from tilewise.machine.tiles import Kind, Tiles, default_tiles, padded_dim
 from tilewise.problem.problem import Grads, Needs, Problem, Tensors
@@ -23,6 +26,8 @@ from tilewise.problem.problem import Grads, Needs, Problem, Tensors
 if TYPE_CHECKING:
     from tilewise.kernels.share import Jitted
     from tilewise.machine.device import Capability
+
+__all__ = ["backward", "decode", "forward", "prepare", "prepare_decode", "tiles", "why_not"]
 
 name = "triton_portable"
 
@@ -32,8 +37,6 @@ _MOST_POSITIONS = 2**30  # positions are int32 in the kernels, and a band adds t
 
 def why_not(problem: Problem) -> str | None:
     """Say why these kernels cannot serve a problem, or None."""
-    if problem.kind == "cache":
-        return "has no cache form"
     if problem.device_type not in ("cuda", "cpu"):
         return f"runs on GPUs of NVIDIA and AMD; got {problem.device_type}"
     if problem.device_type == "cpu" and not _interpreting():
@@ -44,7 +47,7 @@ def why_not(problem: Problem) -> str | None:
         return "has no float64"
     if problem.device_type == "cpu" and problem.dtype == "bfloat16":
         return "Triton's interpreter multiplies no bfloat16"
-    if "block_table" in problem.specs:
+    if "block_table" in problem.specs and problem.kind != "cache":
         return "has no paged keys"
     if max(problem.len_q, problem.len_kv) > _MOST_POSITIONS:
         return f"counts at most {_MOST_POSITIONS} positions"
@@ -56,6 +59,8 @@ def why_not(problem: Problem) -> str | None:
     if problem.is_empty:
         return None
     try:
+        if problem.kind == "cache":
+            return triton_decode.why_not(problem)
         for kind in KINDS:
             _tiles(problem, kind)
     except ValueError as error:
@@ -64,8 +69,8 @@ def why_not(problem: Problem) -> str | None:
 
 
 def tiles(problem: Problem) -> Tiles:
-    """Give the tile sizes and launch settings of the forward pass."""
-    return _tiles(problem, "forward")
+    """Give the tile sizes and launch settings of the forward pass, or of decoding."""
+    return triton_decode.tiles(problem) if problem.kind == "cache" else _tiles(problem, "forward")
 
 
 def _tiles(problem: Problem, kind: Kind) -> Tiles:

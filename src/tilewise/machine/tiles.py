@@ -145,12 +145,15 @@ def _estimate_registers(tiles: Tiles, dim_qk: int, dim_v: int, kind: Kind) -> in
 
 def _candidates(kind: Kind) -> Iterator[Tiles]:
     """List the tiles to try, most wanted first: two stages hide loads, then large tiles, then square ones."""
-    rows = (16,) if kind == "decode" else (128, 64, 32, 16)  # decode packs the query heads of one key head into 16 rows
-    pairs = [(block_q, block_kv) for block_q in rows for block_kv in (128, 64, 32, 16)]
+    if kind == "decode":  # 16 rows hold the query heads of one key head; two tiles of keys are in flight
+        for block_kv, stages in ((64, 3), (32, 3), (32, 2), (16, 3), (16, 2), (16, 1)):
+            yield Tiles(16, block_kv, 4, stages)
+        return
+    pairs = [(block_q, block_kv) for block_q in (128, 64, 32, 16) for block_kv in (128, 64, 32, 16)]
     pairs.sort(key=lambda pair: (-pair[0] * pair[1], -min(pair), -pair[0]))
     for stages, least in ((2, 32), (1, 32), (2, 16), (1, 16)):
         for block_q, block_kv in pairs:
-            if block_kv >= least and (block_q >= least or kind == "decode"):
+            if min(block_q, block_kv) >= least:
                 yield Tiles(block_q, block_kv, 8 if block_q * block_kv >= 128 * 64 else 4, stages)
 
 
@@ -161,7 +164,8 @@ def default_tiles(
 
     The default is the largest block_q x block_kv, at most 128 x 128, whose shared memory fits by
     `estimate_shared_memory` and whose running sums and scores take at most half of an SM's 65,536 registers. Two
-    stages of at least 32 x 32 go before larger tiles of one stage. Decode takes 16 query rows.
+    stages of at least 32 x 32 go before larger tiles of one stage. Decode takes 16 query rows and up to 64 keys in
+    three stages, where two programs fit into the shared memory that one may ask for.
 
     Args:
         capability: (9, 0), "gfx942"; see `Device.capability`.
@@ -185,14 +189,68 @@ def default_tiles(
     if tuned is not None:
         return tuned
     limit = shared_memory_limit(capability)
-    for tiles in _candidates(kind):
-        fits = estimate_shared_memory(tiles, dim_qk, dim_v, itemsize, kind) <= limit
-        if fits and _estimate_registers(tiles, dim_qk, dim_v, kind) <= 32768:
-            return tiles
+    for most in (limit // 2, limit) if kind == "decode" else (limit,):
+        for tiles in _candidates(kind):
+            fits = estimate_shared_memory(tiles, dim_qk, dim_v, itemsize, kind) <= most
+            if fits and _estimate_registers(tiles, dim_qk, dim_v, kind) <= 32768:
+                return tiles
     raise ValueError(
         f"no {kind} tiles with head dims {dim_qk} and {dim_v} of {itemsize} bytes fit the {limit // KIB} KiB of shared "
         f"memory of {target}; split the head dim or use a narrower dtype"
     )
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How the keys of a decoding call are shared out over programs.
+
+    Args:
+        count: programs for each tile of rows; those for which a sequence has no keys left do nothing.
+        least_blocks: the fewest blocks of keys that a program is given.
+        fixed_blocks: blocks in every split, counted from key 0; 0 = equal parts of what each sequence holds.
+    """
+
+    count: int
+    least_blocks: int = 1
+    fixed_blocks: int = 0
+
+
+# Keys in a split: no program takes more, so that long sequences do not finish alone; none takes less of its own accord,
+# since starting and joining cost as much as loading so many; and what batch invariance fixes.
+LONGEST_SPLIT, SHORTEST_SPLIT, FIXED_SPLIT = 2048, 128, 512
+PROGRAMS_PER_SM = 2
+
+
+def decode_splits(
+    tiles: int, keys: int, sms: int, block_kv: int, chosen: int = 0, batch_invariant: bool = False
+) -> Splits:
+    """Choose into how many parts the keys are split.
+
+    Enough for `PROGRAMS_PER_SM` programs on each multiprocessor, and for splits of `LONGEST_SPLIT` keys at most; but no
+    more than have `SHORTEST_SPLIT` keys each. A batch-invariant call has splits of `FIXED_SPLIT` keys whatever else
+    there is to do, and a number that was asked for is taken as far as there are blocks.
+
+    Args:
+        tiles: tiles of rows, over all sequences and key heads.
+        keys: the most that a tile may see.
+        sms: multiprocessors.
+        block_kv: keys in a block; a power of two.
+        chosen: what the user asked for, or 0.
+
+    >>> decode_splits(tiles=8, keys=8192, sms=132, block_kv=64)  # one sequence: 33 programs for each of 8 key heads
+    Splits(count=33, least_blocks=2, fixed_blocks=0)
+    >>> decode_splits(tiles=1024, keys=8192, sms=132, block_kv=64).count
+    4
+    """
+    blocks = max(-(-keys // block_kv), 1)
+    if batch_invariant:
+        fixed = max(FIXED_SPLIT // block_kv, 1)
+        return Splits(-(-blocks // fixed), fixed_blocks=fixed)
+    if chosen:
+        return Splits(min(chosen, blocks))
+    least = max(SHORTEST_SPLIT // block_kv, 1)
+    count = max(-(-PROGRAMS_PER_SM * sms // max(tiles, 1)), -(-keys // LONGEST_SPLIT))
+    return Splits(max(min(count, -(-blocks // least)), 1), least)
 
 
 @lru_cache
