@@ -1,0 +1,135 @@
+"""The online softmax of a tile of scores in registers, with what makes it cheap beside the products.
+
+`softmax_step` reads like the loop of ``kernels/triton/forward.py``. Scores are (64, block_kv) in the layout of a
+product's accumulator: a thread holds block_kv / 4 columns of each of two rows, and four lanes share a row.
+"""
+# mypy: ignore-errors
+# Triton's values have no types that a checker knows.
+
+import math
+
+from tilewise.kernels.gluon.compat import gl, gluon
+
+LOG2E = gl.constexpr(math.log2(math.e))
+LN2 = gl.constexpr(math.log(2.0))
+SLACK = gl.constexpr(8.0)  # powers of two by which p may exceed 1 before row_max moves
+
+
+@gluon.jit
+def softmax_step(score, state, how, MASKED: gl.constexpr, LAZY: gl.constexpr):
+    """Take rows (row_max, row_sum) one tile of scores further; give p, the new rows and what acc must be multiplied by.
+
+    ``state`` is () for rows that have seen nothing, and ``how`` (factor, softcap, NEGATIVE, seen, start): see
+    `finish_score` and `hide`. row_max counts in base 2, after scaling. row_sum is (64, 4), a part for each lane: the
+    four meet once, when the tile of queries is done.
+    """
+    factor, softcap, NEGATIVE, seen, start = how
+    score = finish_score(score, softcap, NEGATIVE)
+    if MASKED:
+        score = hide(score, seen, start)
+    row_max_new = largest(score) * factor
+    if len(state) > 0:
+        row_max_new = moved(state[0], row_max_new, LAZY)
+    anchor = row_max_new
+    if MASKED:
+        anchor = gl.where(row_max_new == -float("inf"), 0.0, row_max_new)
+    p = gl.exp2(score * factor - anchor[:, None])
+    row_sum = sum_of_lane(p)
+    if len(state) > 0:
+        rescale = gl.exp2(state[0] - anchor)
+        row_sum = state[1] * to_rows_of(rescale, row_sum)[:, None] + row_sum
+    else:
+        rescale = gl.full_like(anchor, 1.0)
+    return p, (row_max_new, row_sum), rescale
+
+
+@gluon.jit
+def to_rows_of(x, matrix):
+    """Give a number for each row in the layout of a matrix with these rows: the registers stay where they are."""
+    return gl.convert_layout(x, gl.SliceLayout(1, matrix.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def finish_score(score, softcap, NEGATIVE: gl.constexpr):
+    """Do to a product what exp2's argument cannot: the sign of a negative scale (row_max compares), and the softcap.
+
+    ``softcap`` is () or (scale / softcap, softcap * log2(e)); then the score is in base 2 and its factor 1.
+    """
+    if NEGATIVE:
+        score = -score
+    if len(softcap) > 0:
+        decay = gl.exp2(gl.abs(score) * (softcap[0] * (-2.0 * LOG2E)))
+        size = (1.0 - decay) / (1.0 + decay) * softcap[1]
+        score = gl.where(score < 0, -size, size)
+    return score
+
+
+@gluon.jit
+def hide(score, seen, start):
+    """Put -inf where a row does not see a key. ``seen`` holds the ends of each row's interval of keys, see `rows_see`.
+
+    An interval for each row, so that a score costs one comparison a side; `is_visible` asks the same by four.
+    """
+    columns: gl.constexpr = gl.SliceLayout(0, score.type.layout)
+    kv_pos = gl.arange(0, score.shape[1], layout=columns)[None, :]
+    visible = kv_pos < (seen[0] - start)[:, None]
+    if len(seen) > 1:
+        visible = visible & (kv_pos >= (seen[1] - start)[:, None])
+    return gl.where(visible, score, -float("inf"))
+
+
+@gluon.jit
+def rows_see(q_pos, len_kv, offset, band):
+    """Give where each query's keys stop and, if the band has a left side, start: `is_visible` by its ends."""
+    left, right = band
+    stop = q_pos * 0 + len_kv
+    if right is not None:
+        stop = gl.minimum(q_pos + (offset + right + 1), len_kv)
+    return (stop,) if left is None else (stop, q_pos + (offset - left))
+
+
+@gluon.jit
+def moved(row_max, row_max_new, LAZY: gl.constexpr):
+    """Give the maximum of both; LAZY keeps the old one while p stays below 2**8.
+
+    Any number near the maximum serves as an anchor, and the sums are exact with each. While it stays, rescale is
+    exactly 1, and most steps need not touch acc.
+    """
+    if LAZY:
+        return gl.where(row_max_new - row_max > SLACK, row_max_new, row_max)
+    return gl.maximum(row_max, row_max_new)
+
+
+@gluon.jit
+def largest(score):
+    """Give each row's maximum, by short chains: a plain reduction is one chain of dependent maxima."""
+    rows: gl.constexpr = gl.SliceLayout(1, score.type.layout)
+    parts = score.reshape([score.shape[0], 4, score.shape[1] // 32, 4, 2])
+    parts = gl.max(gl.max(gl.max(parts, 2), 3), 1)
+    return gl.convert_layout(gl.max(parts, 1), rows, assert_trivial=True)
+
+
+@gluon.jit
+def sum_of_lane(p):
+    """Sum what each lane holds of a row: (64, 4). No shuffles in the loop."""
+    parts = p.reshape([p.shape[0], 4, p.shape[1] // 32, 4, 2])
+    return gl.sum(gl.sum(gl.sum(parts, 2), 3), 1)
+
+
+@gluon.jit
+def finish_rows(state, sink):
+    """Give what acc must be divided by, as a factor, and lse in natural logarithms. A row that saw nothing: 0 and -inf.
+
+    ``sink`` is () or (a score in base 2,): one more step with no value.
+    """
+    row_max, row_sum = state
+    total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout, assert_trivial=True)
+    rescale = gl.full_like(total, 1.0)
+    if len(sink) > 0:
+        row_max_new = gl.maximum(row_max, sink[0])
+        anchor = gl.where(row_max_new == -float("inf"), 0.0, row_max_new)
+        rescale = gl.exp2(row_max - anchor)
+        total = total * rescale + gl.exp2(sink[0] - anchor)
+        row_max = row_max_new
+    total_or_1 = gl.where(total == 0.0, 1.0, total)
+    return rescale / total_or_1, row_max * LN2 + gl.log(total_or_1)
