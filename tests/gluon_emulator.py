@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import triton
 from triton import language as tl
+from triton.runtime.jit import ConstexprFunction
 
 import gluon_machine as machine
 import gluon_units as units
@@ -74,7 +75,7 @@ def allocate(dtype: Any, shape: Sequence[int], layout: object, value: Tensor | N
 
 def atomic_add(pointer: Pointer, value: Any, mask: Any = None, **_: object) -> Tensor:
     """Add, and give what was there; elements that meet at one address add up, and which was first is not said."""
-    machine.switch()
+    machine.switch(polls=True)
     before = load(pointer, mask)
     enabled, offset = pointer.reached(mask, tensor(value).data)
     added = torch.from_numpy(np.broadcast_to(tensor(value).data, offset.shape)[enabled].reshape(-1).copy())
@@ -223,9 +224,20 @@ def translated(value: Any) -> Any:
         return value.value
     if isinstance(value, triton.JITFunction):
         return rebound(value)
+    if isinstance(value, ConstexprFunction):
+        return lambda *given, **named: plain(value.fn(*given, **named))
     if isinstance(value, types.ModuleType) and value.__name__.startswith("tilewise.kernels."):
         return Module(value)
     return value
+
+
+def plain(value: Any) -> Any:
+    """Take off what marks a value as known at compile time."""
+    if isinstance(value, gl.constexpr):
+        return plain(value.value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(plain, value))
+    return type(value)(map(plain, value)) if isinstance(value, list | tuple) else value
 
 
 def names_in(code: types.CodeType) -> set[str]:

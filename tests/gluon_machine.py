@@ -24,7 +24,9 @@ import numpy as np
 from gluon_values import Array, DType, Tensor, poison
 
 SHARED_MEMORY = 227 * 1024  # bytes that one block may have
-MOST_SWITCHES = 2_000_000
+MOST_SWITCHES = 1_000_000
+MOST_POLLS = 1_000  # of memory, with nobody doing anything else
+OWN_FILES = ("gluon_emulator", "gluon_machine", "gluon_units", "gluon_values", "threading")  # not a kernel's
 
 
 class Misuse(RuntimeError):  # noqa: N818 - named for what the kernel does
@@ -75,7 +77,7 @@ class Partition:
     def __str__(self) -> str:
         line = "ran on"
         frame = sys._current_frames().get(self.thread.ident or 0) if self.thread else None
-        while frame is not None and Path(frame.f_code.co_filename).name.startswith(("gluon_", "threading")):
+        while frame is not None and Path(frame.f_code.co_filename).stem in OWN_FILES:
             frame = frame.f_back
         if frame is not None:
             line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
@@ -93,7 +95,7 @@ class Scheduler:
         self.haste = self.random.choice((0.0, 0.3))  # of copies that nobody needs yet
         self.error: BaseException | None = None
         self.finished = threading.Event()
-        self.switches = 0
+        self.switches = self.polls = 0
 
     def start(self, partition: Partition, work: Callable[[], None]) -> None:
         """Add a partition, which runs when it is first chosen."""
@@ -134,9 +136,13 @@ class Scheduler:
         if self.error is not None:
             raise self.error
 
-    def switch(self, ready: Callable[[], bool] | None = None, waits_for: str = "") -> None:
-        """Let somebody run, perhaps the caller again; with ``ready`` the caller only once that holds."""
+    def switch(self, ready: Callable[[], bool] | None = None, waits_for: str = "", polls: bool = False) -> None:
+        """Let somebody run, perhaps the caller again; with ``ready`` the caller only once that holds.
+
+        Who ``polls`` reads global memory, perhaps again and again until somebody else writes there.
+        """
         partition = here()
+        self.polls = self.polls + 1 if polls else 0
         partition.ready, partition.waits_for = ready, waits_for
         chosen = self.choose()
         if chosen is not partition:
@@ -153,7 +159,7 @@ class Scheduler:
             if self.copies and (not able or self.random.random() < self.haste):
                 _, arrive = self.copies.pop(self.random.randrange(len(self.copies)))
                 arrive()
-            elif able and self.switches < MOST_SWITCHES:
+            elif able and self.switches < MOST_SWITCHES and self.polls < MOST_POLLS:
                 return able[0] if len(able) == 1 else self.random.choices(able, [each.speed for each in able])[0]
             else:
                 raise Deadlock(self.report("no partition can go on" if not able else "the kernel does not end"))
@@ -165,8 +171,8 @@ class Scheduler:
         return "\n  ".join((what, *states, f"{len(self.copies)} loads under way"))
 
 
-def switch(ready: Callable[[], bool] | None = None, waits_for: str = "") -> None:
-    here().scheduler.switch(ready, waits_for)
+def switch(ready: Callable[[], bool] | None = None, waits_for: str = "", polls: bool = False) -> None:
+    here().scheduler.switch(ready, waits_for, polls)
 
 
 # ---- barriers -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
-"""The emulator of Gluon runs a ring of copies and products right, and finds each way to get one wrong."""
-# mypy: ignore-errors
-# Kernels compute with Triton's values, which have no types that a checker knows.
+"""The emulator of Gluon runs rings of copies and products right, and finds each way to get one wrong."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,130 +13,188 @@ pytest.importorskip("triton")
 from tilewise.kernels.gluon import compat
 
 if compat.refusal() is not None:
-    pytest.skip(compat.refusal(), allow_module_level=True)
+    pytest.skip(str(compat.refusal()), allow_module_level=True)
 
-from gluon_emulator import emulate, tensor_map
+import gluon_kernels as kernels
+from gluon_emulator import Deadlock, Misuse, emulate, tensor_map
 from tilewise.kernels.gluon import sync
-from tilewise.kernels.gluon.compat import (
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    tma_add,
-    tma_load,
-    tma_store,
-    tma_store_wait,
-    warp_specialize,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
-# Barriers of the ring: two full, two empty, then the words of put and their full barrier.
-FULL, EMPTY, WORDS_FULL, WORDS = (gl.constexpr(slot) for slot in (0, 2, 4, 5))
+BOTH = pytest.mark.parametrize("late", [False, True])
+BOX = (64, 64)
+LENGTH, INNER = 100, 300  # two tiles of rows, five of the inner axis, both ragged
+TILES = 5  # of the chain, 128 rows each
+
+Run = Callable[..., bool]
 
 
-@gluon.jit
-def fill(a_map, b_map, a_s, b_s, bars, blocks, FAULT: gl.constexpr):
-    lane = sync.lane_id()
-    sync.put(WORDS, blocks, 7, lane, 0)
-    sync.arrive(WORDS_FULL, lane, 0)
-    for i in range(blocks):
-        stage = i % 2
-        if FAULT != "no wait for empty":
-            sync.wait(EMPTY + stage, ((i // 2) & 1) ^ 1, 0)
-        full = bars.index(FULL + stage)
-        mbarrier.expect(full, 2 * 64 * 64 * 2)
-        tma_load(a_map, (gl.program_id(0) * 64, i * 64), full, a_s.index(stage))
-        tma_load(b_map, (i * 64, 0), full, b_s.index(stage))
-
-
-@gluon.jit
-def use(out_map, sum_map, out_ptr, length, a_s, b_s, out_s, sum_s, bars, FAULT: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    lane = sync.lane_id()
-    sync.wait(WORDS_FULL, 0, 0)
-    blocks, seven = sync.get(WORDS, 0)
-    acc = gl.zeros([64, 64], gl.float32, LAYOUT)
-    for i in range(blocks):
-        stage = i % 2
-        if FAULT != "no wait for full":
-            sync.wait(FULL + stage, (i // 2) & 1, 0)
-        begun = warpgroup_mma(a_s.index(stage), b_s.index(stage), acc, is_async=True)
-        if FAULT == "empty before the product is done":
-            sync.arrive(EMPTY + stage, lane, 0)
-        acc = warpgroup_mma_wait(0, deps=(begun,))
-        if FAULT not in ("empty before the product is done", "no arrival"):
-            sync.arrive(EMPTY + stage, lane, 0)
-    out_s.store(acc.to(out_map.dtype))
-    sum_s.store(acc)
-    if FAULT != "no fence":
-        fence_async_shared()
-    tma_store(out_map, (gl.program_id(0) * 64, 0), out_s)
-    tma_add(sum_map, (0, 0), sum_s)
-    if FAULT != "no wait for the store":
-        tma_store_wait(0)
-    row = gl.program_id(0) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    mask = row < length
-    if FAULT == "no mask":
-        mask = row >= 0
-    gl.store(out_ptr + row, gl.sum(acc, 1) + seven, mask=mask)
-
-
-@gluon.jit
-def ring(a_map, b_map, out_map, sum_map, out_ptr, length: gl.int32, blocks: gl.int32, FAULT: gl.constexpr):
-    a_s = gl.allocate_shared_memory(a_map.dtype, [2, 64, 64], a_map.layout)
-    b_s = gl.allocate_shared_memory(b_map.dtype, [2, 64, 64], b_map.layout)
-    out_s = gl.allocate_shared_memory(out_map.dtype, [64, 64], out_map.layout)
-    sum_s = gl.allocate_shared_memory(gl.float32, [64, 64], sum_map.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(bars.index(FULL + i), count=1)
-        mbarrier.init(bars.index(EMPTY + i), count=5 if FAULT == "too many expected" else 4)
-    mbarrier.init(bars.index(WORDS_FULL), count=1)
-    fence_async_shared()
-    warp_specialize(
-        [
-            (use, (out_map, sum_map, out_ptr, length, a_s, b_s, out_s, sum_s, bars, FAULT)),
-            (fill, (a_map, b_map, a_s, b_s, bars, blocks, FAULT)),
-        ],
-        [1],
-        [24],
-    )
-
-
-LENGTH, INNER = 100, 300  # two blocks of rows, five of the inner axis, both ragged
-
-
-def run_ring(seed: int = 0, *, late: bool = False, fault: str = "", resident: int = 1) -> list[torch.Tensor]:
-    """Give out, the sum over blocks, and the row sums plus 7; then what they should be."""
+@functools.cache
+def operands(rows: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a and b in bfloat16; the rows of a are padded, as a copy wants strides of 16 bytes."""
     generator = torch.Generator().manual_seed(1)
-    a = torch.randn(LENGTH, 304, generator=generator).bfloat16()[:, :INNER]
-    b = torch.randn(INNER, 64, generator=generator).bfloat16()
-    out = torch.full((LENGTH, 64), float("nan"), dtype=torch.bfloat16)
-    total = torch.zeros(64, 64)
-    sums = torch.full((LENGTH,), float("nan"))
+    a = torch.randn(rows, -(-inner // 8) * 8, generator=generator).bfloat16()[:, :inner]
+    return a, torch.randn(inner, 64, generator=generator).bfloat16() / 8
+
+
+def run_ring(seed: int, *, late: bool, fault: str = "", resident: int = 1) -> bool:
+    """Say whether the ring's three results are right; whatever it does not write stays NaN."""
+    a, b = operands(LENGTH, INNER)
+    out, total = torch.full((LENGTH, 64), float("nan"), dtype=torch.bfloat16), torch.zeros(64, 64)
+    row_sums = torch.full((LENGTH,), float("nan"))
     maps = {"a_map": a, "b_map": b, "out_map": out, "sum_map": total}
-    arguments = {name: tensor_map(whole, box=(64, 64)) for name, whole in maps.items()}
-    arguments |= {"out_ptr": sums, "length": LENGTH, "blocks": 5}
-    emulate(ring, (2,), arguments, {"FAULT": fault}, seed=seed, late=late, resident=resident)
-    exact = a.float() @ b.float()
+    arguments: dict[str, object] = {name: tensor_map(whole, box=BOX) for name, whole in maps.items()}
+    arguments |= {"row_ptr": row_sums, "length": LENGTH, "blocks": 5}
+    constants = {"FAULT": fault, "BAR_OFF": 0}
+    emulate(kernels.ring, (2,), arguments, constants, seed=seed, late=late, resident=resident)
+    exact = a.double() @ b.double()
     exact_total = exact[:64].clone()
     exact_total[: LENGTH - 64] += exact[64:]
-    return [out.float(), total, sums, exact, exact_total, exact.sum(1) + 7]
+    pairs = ((out, exact, 2**-8), (total, exact_total, 1e-5), (row_sums, exact.sum(1) + 7, 1e-5))
+    return all(torch.allclose(got.double(), right, rtol=rtol, atol=1e-4) for got, right, rtol in pairs)
 
 
-def is_right(results: list[torch.Tensor]) -> bool:
-    out, total, sums, exact, exact_total, exact_sums = results
-    close = [torch.allclose(out, exact, rtol=2**-8, atol=1e-3)]
-    close += [torch.allclose(*pair, rtol=1e-4, atol=1e-3) for pair in ((total, exact_total), (sums, exact_sums))]
-    return all(close)
+def run_chain(seed: int, *, late: bool, fault: str = "", resident: int = 1) -> bool:
+    """Say the same of the chain, by two programs that share a counter."""
+    a, b = operands(128 * TILES, 64)
+    out, counter = torch.full((128 * TILES, 64), float("nan"), dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+    maps = {"a_map": a, "b_map": b, "out_map": out}
+    arguments: dict[str, object] = {name: tensor_map(whole, box=BOX) for name, whole in maps.items()}
+    arguments |= {"counter_ptr": counter, "tiles": TILES}
+    constants = {"FAULT": fault, "BAR_OFF": 0}
+    emulate(kernels.chain, (2,), arguments, constants, seed=seed, late=late, resident=resident)
+    scale = torch.tensor([1.0, 0.5], dtype=torch.float64).repeat(64 * TILES)[:, None]
+    between = (a.double() @ b.double() * scale).float().bfloat16()
+    return torch.allclose(out.double(), between.double() @ b.double(), rtol=2**-8, atol=1e-3)
 
 
-@pytest.mark.parametrize("late", [False, True])
+@BOTH
 @pytest.mark.parametrize("seed", range(20))
 def test_a_ring_of_copies_gives_the_product_in_every_order_of_events(seed: int, late: bool) -> None:
-    assert is_right(run_ring(seed, late=late))
+    assert run_ring(seed, late=late)
 
 
-def test_blocks_that_run_side_by_side_give_the_same() -> None:
-    assert all(is_right(run_ring(seed, resident=2)) for seed in range(4))
+@BOTH
+@pytest.mark.parametrize("seed", range(20))
+def test_consumers_that_take_turns_give_the_product_in_every_order_of_events(seed: int, late: bool) -> None:
+    assert run_chain(seed, late=late, resident=1 + seed % 2)
+
+
+def test_programs_that_run_side_by_side_give_the_same() -> None:
+    assert all(run_ring(seed, late=False, resident=2) for seed in range(4))
+
+
+def test_a_run_can_be_repeated() -> None:
+    def text(seed: int) -> str:
+        with pytest.raises(Deadlock) as caught:
+            run_ring(seed, late=False, fault="no arrival")
+        return str(caught.value)
+
+    assert text(3) == text(3)
+
+
+# Each mistake, how it shows, and whether it needs products and stores that are late.
+FAULTS: list[tuple[Run, str, str, Sequence[bool]]] = [
+    (run_ring, "no wait for full", "wrong", [False]),
+    (run_ring, "no wait for empty", "Misuse", [False]),
+    (run_ring, "empty before the product is done", "wrong", [True]),
+    (run_ring, "product used too early", "Misuse", [False, True]),
+    (run_ring, "no arrival", "Deadlock", [False, True]),
+    (run_ring, "an arrival too few", "Deadlock", [False, True]),
+    (run_ring, "no fence", "Misuse", [False, True]),
+    (run_ring, "no wait for the stores", "Misuse", [False, True]),
+    (run_ring, "no mask", "IndexError", [False, True]),
+    (run_chain, "words overwritten", "Deadlock", [False, True]),
+    (run_chain, "operand not among the deps", "Misuse", [False, True]),
+    (run_chain, "buffer freed before it is stored", "wrong", [True]),
+    (run_chain, "a turn left over", "Misuse", [False, True]),
+]
+
+
+def outcome(run: Run, seed: int, fault: str, late: bool) -> str:
+    try:
+        return "right" if run(seed, late=late, fault=fault) else "wrong"
+    except (Deadlock, Misuse, IndexError) as error:
+        return type(error).__name__
+
+
+@pytest.mark.parametrize(("run", "fault", "shows_as", "lates"), FAULTS, ids=[fault[1] for fault in FAULTS])
+def test_a_mistake_in_the_protocol_is_found(run: Run, fault: str, shows_as: str, lates: Sequence[bool]) -> None:
+    for late in lates:
+        assert shows_as in {outcome(run, seed, fault, late) for seed in range(12)}
+
+
+def test_a_deadlock_is_told_with_what_everyone_waits_for() -> None:
+    with pytest.raises(Deadlock) as caught:
+        run_ring(0, late=False, fault="an arrival too few")
+    text = str(caught.value)
+    assert "no partition can go on" in text
+    assert "partition 1 (fill_ring), gluon_kernels.py:" in text
+    assert "waits for barrier 2, phase 0" in text
+    assert "barrier 2: 0 phases complete, 1 of 5 arrivals and 0 bytes missing" in text
+
+
+def test_integers_do_what_they_do_on_the_gpu() -> None:
+    given, results = torch.tensor([5, 6]), torch.zeros(5, dtype=torch.int64)
+    emulate(kernels.integers, (1,), {"in_ptr": given, "out_ptr": results, "a": -7, "b": 2}, {})
+    assert results.tolist() == [-3, -1, -4, 2, -7_000_000_000]  # division truncates, shifts floor
+    emulate(kernels.integers, (1,), {"in_ptr": given, "out_ptr": results, "a": 7, "b": 2}, {})
+    assert results.tolist() == [3, 1, 3, 6, 7_000_000_000]
+
+
+def test_what_does_not_fit_its_type_or_its_tensor_is_refused() -> None:
+    given, results = torch.tensor([5, 6]), torch.zeros(5, dtype=torch.int32)
+    with pytest.raises(OverflowError, match="does not fit int32"):
+        emulate(kernels.integers, (1,), {"in_ptr": given, "out_ptr": results, "a": 7, "b": 2}, {})
+    with pytest.raises(IndexError, match="in_ptr has 1 elements; the kernel touches 1 to 1"):
+        emulate(kernels.integers, (1,), {"in_ptr": given[1:], "out_ptr": results.long(), "a": 7, "b": 2}, {})
+    with pytest.raises(TypeError, match=r"integers has no parameters \['c'\]"):
+        emulate(kernels.integers, (1,), {"in_ptr": given, "out_ptr": results, "a": 7, "b": 2, "c": 0}, {})
+
+
+def test_programs_that_wait_for_later_ones_run_only_side_by_side() -> None:
+    flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    emulate(kernels.relay, (3,), {"flag_ptr": flag, "out_ptr": out}, {}, resident=3)
+    assert out.tolist() == [0, 1, 3]
+    with pytest.raises(Deadlock, match="the kernel does not end"):
+        emulate(kernels.relay, (3,), {"flag_ptr": flag.zero_(), "out_ptr": out}, {}, resident=2)
+
+
+def test_inline_assembly_outside_its_file_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"belongs in kernels/gluon/sync\.py"):
+        emulate(compat.gluon.jit(sync.lane_id.fn), (1,), {}, {})
+
+
+# ---- tensor maps ----
+
+
+def test_a_copy_is_clipped_to_the_map_on_both_sides() -> None:
+    whole = torch.arange(3 * 8, dtype=torch.float32).reshape(3, 8)
+    inside = tensor_map(whole, box=(4, 4)).inside((-2, 6))
+    assert inside is not None
+    memory, place = inside
+    assert torch.equal(memory, whole[:2, 6:])
+    assert place == (slice(2, 4), slice(0, 2))
+    assert tensor_map(whole, box=(4, 4)).inside((3, 0)) is None
+
+
+def test_strides_that_wrap_end_a_sequence_anywhere() -> None:
+    """Rows base to base + length of packed rows, entered from the end of an axis of 2**30 rows."""
+    whole = torch.arange(40 * 8, dtype=torch.float32).reshape(40, 8).half()
+    rows = 2**30
+    wrapping = tensor_map(whole, (2**31 - 1, 2**31 - 1, rows, 8), (2**34 - 8, 8, 8, 1), box=(1, 1, 16, 8))
+    base, length = 10, 20
+    for row, seen in ((0, 16), (16, 4)):
+        inside = wrapping.inside((rows, base + length, rows - length + row, 0))
+        assert inside is not None
+        memory, place = inside
+        assert torch.equal(memory[0, 0], whole[base + row : base + row + seen])
+        assert place[2] == slice(0, seen)
+
+
+def test_a_map_that_the_hardware_would_refuse_is_refused() -> None:
+    whole = torch.zeros(8, 12, dtype=torch.float16)
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        tensor_map(whole, box=(8, 4))
+    with pytest.raises(ValueError, match="up to 256 elements an axis"):
+        tensor_map(torch.zeros(512, 8), box=(512, 8))
+    with pytest.raises(IndexError, match="leaves the tensor: element 135 of 64"):
+        tensor_map(torch.zeros(8, 8), (32, 8), (8, 1), box=(1, 8)).inside((16, 0))
