@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from gpu_peers import Peer, flash, flex, ours, pytorch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -34,60 +35,31 @@ from tilewise.bench.implementations import Outcome
 from tilewise.bench.judge import Judge
 from tilewise.machine import detect
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 TOKENS, HIDDEN = 16384, 2048
 ROUNDS, SECONDS = 5, 0.02
 DEVICE = "cuda"
 
 
-def pytorch(backend: SDPBackend) -> Attend:
-    """Give PyTorch's attention held to one backend."""
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-        with sdpa_kernel(backend):
-            return sdpa(q, k, v, is_causal=causal)
-
-    return attend
-
-
-def flex() -> Attend:
-    """Give compiled FlexAttention."""
-    import torch._functorch.config
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    torch._functorch.config.donated_buffer = False  # noqa: SLF001  # the backward pass is timed over one kept graph
-    torch._dynamo.config.recompile_limit = 64  # noqa: SLF001  # every cell is compiled for itself
-    compiled = torch.compile(flex_attention, dynamic=False)
-    masks: dict[int, object] = {}
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-        length = q.shape[2]
-        if causal and length not in masks:
-            masks[length] = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, length, length, device=DEVICE)
-        return compiled(q, k, v, block_mask=masks[length] if causal else None)  # type: ignore[no-any-return]
-
-    return attend
-
-
-def ours(backend: str) -> Attend:
-    """Give one of tilewise's backends."""
-    return lambda q, k, v, causal: tilewise.attention(q, k, v, causal=causal, backend=backend)
-
-
 class Pass:
     """One implementation on one cell's data: a forward run, and a backward run over a kept graph."""
 
-    def __init__(self, attend: Attend, inputs: Inputs, causal: bool, backward: bool) -> None:
-        self.leaves = tuple(x.detach().requires_grad_(backward) for x in inputs[:3])
-        self.call = lambda: attend(*self.leaves, causal)  # type: ignore[call-arg]
-        self.d_out = inputs.d_out
+    def __init__(self, peer: Peer, inputs: Inputs, causal: bool, backward: bool) -> None:
+        self.turned = peer.layout == "bshd"
+        self.leaves = tuple(self._own(x).detach().requires_grad_(backward) for x in inputs[:3])
+        self.call = lambda: peer.attend(*self.leaves, causal)  # type: ignore[call-arg]
+        self.d_out = None if inputs.d_out is None else self._own(inputs.d_out)
         self.out = self.call() if backward else None
+
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        """Give a tensor the layout of the implementation, in memory too."""
+        return x.transpose(1, 2).contiguous() if self.turned else x
 
     def outcome(self, judge: Judge) -> Outcome:
         """Run once for the judge."""
         out = self.call()
-        grads = () if judge.d_out is None else torch.autograd.grad(out, self.leaves, judge.d_out)
-        return Outcome(out.detach(), None, *grads)
+        grads = () if judge.d_out is None else torch.autograd.grad(out, self.leaves, self._own(judge.d_out))
+        out, *grads = (x.detach().transpose(1, 2) if self.turned else x.detach() for x in (out, *grads))
+        return Outcome(out, None, *grads)
 
     def run(self) -> object:
         """Run what is timed."""
@@ -96,15 +68,15 @@ class Pass:
         return torch.autograd.grad(self.out, self.leaves, self.d_out, retain_graph=True)
 
 
-def measure(case: Case, peers: dict[str, Attend], *, backward: bool, check: bool = True) -> dict[str, object]:
+def measure(case: Case, peers: dict[str, Peer], *, backward: bool, check: bool = True) -> dict[str, object]:
     """Check and time one cell; give times in ms, TFLOP/s and what failed."""
     inputs, watch = case.inputs(0), Stopwatch(DEVICE)
     judge = Judge(case, inputs, gradients=backward, scores=2**25) if check else None
     runs: dict[str, Pass] = {}
     failed: dict[str, str] = {}
-    for name, attend in peers.items():
+    for name, peer in peers.items():
         try:
-            one = Pass(attend, inputs, case.causal, backward)
+            one = Pass(peer, inputs, case.causal, backward)
             if judge is not None:
                 bad = {k: str(e) for k, e in judge.measure(one.outcome(judge)).items() if not e.within}
                 if bad:
@@ -143,12 +115,14 @@ def cells(
     compiled = flex() if with_flex else None
     records = []
     for backward in passes:
+        flashes = flash(backward=backward)
         for dim in dims:
             for causal in (False, True):
                 for length in (n for n in lengths if n > 512 or not backward):
                     heads = HIDDEN // dim
                     case = Case(length, TOKENS // length, heads, heads, dim, "bfloat16", DEVICE, causal=causal)
                     peers = {"fa2": pytorch(SDPBackend.FLASH_ATTENTION), "cudnn": pytorch(SDPBackend.CUDNN_ATTENTION)}
+                    peers |= flashes
                     if compiled is not None and length == 8192:
                         peers["flex"] = compiled
                     peers |= {f"tilewise/{name}": ours(name) for name in backends}
@@ -178,7 +152,7 @@ def window(backends: list[str]) -> list[dict[str, object]]:
         full = measure(case, {name: ours(name)}, backward=False)
         narrow = measure(
             case,
-            {name: lambda q, k, v, c: tilewise.attention(q, k, v, causal=c, window=(1023, 0), backend=name)},  # noqa: B023
+            {name: ours(name, window=(1023, 0))},
             backward=False,
             check=False,
         )
@@ -251,7 +225,7 @@ def host(backends: list[str]) -> list[dict[str, object]]:
     with torch.no_grad():
         for _ in range(20):
             for name in random.sample(list(peers), len(peers)):
-                call = (lambda: sdpa(q, k, v)) if name in contexts else (lambda: peers[name](q, k, v, False))  # noqa: B023
+                call = (lambda: sdpa(q, k, v)) if name in contexts else (lambda: peers[name].attend(q, k, v, False))  # noqa: B023
                 with sdpa_kernel(contexts.get(name, SDPBackend.MATH)):  # entered outside the time
                     for _ in range(20):
                         call()
