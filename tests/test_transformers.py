@@ -32,6 +32,7 @@ SIZES: dict[str, object] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 2048,
     "pad_token_id": 0,
+    "initializer_range": 0.2,  # scores large enough that caps, sinks and windows matter
 }
 DECODER = SIZES | {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": None}
 EXPERTS = {
@@ -40,6 +41,7 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+WINDOWED = DECODER | {"head_dim": 8, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
 # The class of each model, of its configuration, and what is configured.
 MODELS: dict[str, tuple[str, str, dict[str, object]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER),
@@ -57,8 +59,30 @@ MODELS: dict[str, tuple[str, str, dict[str, object]]] = {
         | {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 32, "head_dim": 8}
         | {"no_rope_layers": [1, 0]},
     ),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", DECODER | {"head_dim": 8}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        WINDOWED | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", WINDOWED | {"query_pre_attn_scalar": 8}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        WINDOWED
+        | {"num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
     "bert": ("BertForMaskedLM", "BertConfig", SIZES),
+    "vit": ("ViTForImageClassification", "ViTConfig", SIZES | {"image_size": 16, "patch_size": 4, "num_labels": 97}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+        | {"relative_attention_num_buckets": 8, "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 1},
+    ),
 }
+SPARSE = ("qwen2_moe", "gpt_oss")
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +95,7 @@ def build(name: str, **options: object) -> PreTrainedModel:
     kind, config, sizes = MODELS[name]
     torch.manual_seed(0)
     model: PreTrainedModel = getattr(transformers, kind)(getattr(transformers, config)(**(sizes | options)))
-    if name == "qwen2_moe":
+    if name in SPARSE:
         model.set_experts_implementation("eager")  # torch's grouped product has no float64
     model.train(False)
     return model
@@ -88,43 +112,68 @@ def batch(side: str, lengths: tuple[int, ...] = (20, 13, 6)) -> Inputs:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
+def inputs_for(name: str, side: str) -> Inputs:
+    """Make what a model of a kind takes."""
+    if name == "vit":
+        return {"pixel_values": torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))}
+    if name == "t5":
+        return batch(side) | {"decoder_input_ids": batch(side, (9, 9, 9))["input_ids"]}
+    return batch(side)
+
+
 def outputs(model: PreTrainedModel, implementation: str, inputs: Inputs) -> list[torch.Tensor]:
     """Give the logits of all tokens that are no padding, and the gradient of every parameter, in one vector."""
     model.set_attn_implementation(implementation)
     model.zero_grad()
     logits: torch.Tensor = model(**inputs).logits
-    if "attention_mask" in inputs:
+    if "attention_mask" in inputs and "decoder_input_ids" not in inputs:
         logits = logits[inputs["attention_mask"].bool()]
     torch.autograd.backward(logits.square().mean())
-    return [logits.detach(), torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])]
+    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in model.parameters()]
+    return [logits.detach(), torch.cat([x.flatten() for x in grads])]
+
+
+def exact_outputs(model: PreTrainedModel, inputs: Inputs) -> list[torch.Tensor]:
+    """Give the same in float64, in which transformers' eager attention takes its softmax too."""
+    wide = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: torch.softmax(x, dim))  # noqa: ARG005
+        return outputs(copy.deepcopy(model).double(), "eager", wide)
 
 
 def judge(model: PreTrainedModel, inputs: Inputs, implementation: str = "tilewise") -> list[testing.Error]:
     """Measure logits and gradients against the model in float64, beside what its own eager attention loses."""
-    exact = outputs(copy.deepcopy(model).double(), "sdpa", inputs)
+    exact = exact_outputs(model, inputs)
     low, got = (outputs(model, each, inputs) for each in ("eager", implementation))
     return [testing.error(*each, EPS) for each in zip(got, exact, low, strict=True)]
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "bert", "qwen2_moe"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama4", "vit")])
 def test_logits_and_gradients_are_as_exact_as_those_of_eager_attention(name: str, side: str) -> None:
-    for error in judge(build(name), batch(side)):
+    for error in judge(build(name), inputs_for(name, side)):
         assert error.within, error
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
+def test_images_come_out_as_exact_as_with_eager_attention() -> None:
+    for error in judge(build("vit"), inputs_for("vit", "")):
+        assert error.within, error
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "bert"])
 def test_a_batch_without_a_mask_is_served_alike(name: str) -> None:
     for error in judge(build(name), {"input_ids": batch("left", (20, 20))["input_ids"]}):
         assert error.within, error
 
 
-@pytest.mark.parametrize(("name", "side"), [("llama", "left"), ("mistral", "both"), ("bert", "right")])
+@pytest.mark.parametrize(
+    ("name", "side"), [("llama", "left"), ("mistral", "both"), ("gpt_oss", "left"), ("t5", "right"), ("bert", "right")]
+)
 def test_padding_that_the_host_may_not_read_is_hidden_alike(
     name: str, side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter, "_is_readable", lambda _: False)  # as on a device
-    for error in judge(build(name), batch(side)):
+    for error in judge(build(name), inputs_for(name, side)):
         assert error.within, error
 
 
@@ -141,10 +190,24 @@ def test_padding_that_no_mask_function_hides_would_be_noticed() -> None:
     assert not any(error.within for error in errors), errors
 
 
-@pytest.mark.parametrize(
-    ("cache", "readable"), [(None, True), ("static", True), ("static", False)], ids=["dynamic", "static", "on a device"]
-)
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+GENERATING = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "t5")
+CACHES: list[tuple[str, str | None, bool]] = [(name, None, True) for name in GENERATING]
+CACHES += [(name, "static", True) for name in ("llama", "mistral", "gemma3", "gpt_oss")]
+CACHES += [(name, "static", False) for name in ("llama", "mistral")]  # as on a device
+
+
+@pytest.mark.parametrize(("name", "argument"), [("gemma2", "softcap"), ("gpt_oss", "s_aux"), ("t5", "position_bias")])
+def test_an_argument_that_were_lost_would_be_noticed(name: str, argument: str) -> None:
+    def forgetful(*arguments: object, **options: object) -> object:
+        return attention_forward(*arguments, **(options | {argument: None}))  # type: ignore[arg-type]
+
+    transformers.AttentionInterface.register("tilewise_forgetful", forgetful)
+    transformers.AttentionMaskInterface.register("tilewise_forgetful", adapter.key_ranges)
+    errors = judge(build(name), inputs_for(name, "left"), "tilewise_forgetful")
+    assert not any(error.within for error in errors), errors
+
+
+@pytest.mark.parametrize(("name", "cache", "readable"), CACHES)
 @pytest.mark.filterwarnings("ignore::tilewise.adapters.transformers.DenseMaskWarning")
 def test_greedy_generation_gives_the_same_tokens(
     name: str, cache: str | None, readable: bool, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +220,7 @@ def test_greedy_generation_gives_the_same_tokens(
         model.set_attn_implementation(implementation)
         options = {"max_new_tokens": 16, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
         found.append(model.generate(**inputs, **options))  # type: ignore[operator]  # a method, whatever its base says
-    assert found[0].shape == (3, 20 + 16)
+    assert found[0].shape == (3, (1 if name == "t5" else 20) + 16)
     assert torch.equal(*found)
 
 
@@ -175,7 +238,7 @@ def test_documents_packed_into_one_row_do_not_see_each_other(name: str, bounds_g
     for error in judge(model, packed):
         assert error.within, error
     alone = [outputs(model, "tilewise", {"input_ids": part})[0] for part in ids.split(lengths, 1)]
-    exact, low = outputs(copy.deepcopy(model).double(), "sdpa", packed)[0], outputs(model, "eager", packed)[0]
+    exact, low = exact_outputs(model, packed)[0], outputs(model, "eager", packed)[0]
     assert testing.error(torch.cat(alone, 1), exact, low, EPS).within
 
 
@@ -224,7 +287,7 @@ def test_a_model_compiles_into_one_graph_that_serves_other_lengths() -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
     for lengths in ((12, 9), (31, 30)):
         inputs = batch("left", lengths)
-        exact = outputs(copy.deepcopy(model).double(), "sdpa", inputs)[0]
+        exact = exact_outputs(model, inputs)[0]
         low = outputs(model, "eager", inputs)[0]
         model.set_attn_implementation("tilewise")
         with torch.no_grad():

@@ -6,13 +6,16 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tilewise
 from tilewise import testing
 from tilewise.adapters import transformers as adapter
 from tilewise.adapters.transformers import DenseMaskWarning, KeyRanges, attention_forward, key_ranges
@@ -263,6 +266,23 @@ def test_each_argument_of_the_attention_function_means_what_transformers_means(
     assert error.within, error
     assert probabilities is None
     assert out.is_contiguous()
+
+
+def test_a_layer_of_a_real_model_comes_out_as_exact_as_with_eager_attention() -> None:
+    from transformers.models.bert.modeling_bert import eager_attention_forward
+
+    file = Path(tilewise.__file__).parent / "data" / "minilm_layer.npz"
+    with np.load(file) as layer:
+        q, k, v = (torch.from_numpy(layer[name]).float()[None] for name in "qkv")
+    padding = torch.arange(512)[None] < 400
+    mask = torch.zeros(1, 1, 1, 512).masked_fill(~padding[:, None, None], -torch.inf)
+    module, options = torch.nn.Identity(), {"scaling": 32**-0.5, "dropout": 0.0}
+    exact = eager_attention_forward(module, q.double(), k.double(), v.double(), mask.double(), **options)[0]
+    low = eager_attention_forward(module, q, k, v, mask, **options)[0]
+    ranges = ranges_of(1, 512, 512, mask_function=pattern("all", 0), attention_mask=padding)
+    out, _ = attention_forward(module, q, k, v, ranges, **options)
+    error = testing.error(out, exact, low, torch.finfo(torch.float32).eps)
+    assert error.within, error
 
 
 def test_one_query_sees_all_that_is_cached() -> None:
