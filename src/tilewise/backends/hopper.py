@@ -280,7 +280,7 @@ class Forward:
         from tilewise.backends.launch import prepare_named
         from tilewise.kernels.gluon.forward import attention_forward
 
-        processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        processors = detect(self._problem.device).sms or 1
         tensors = dict(zip(self._names, given, strict=True))
         programs, named = arguments(self._problem, self._settings, tensors, processors)
         self._launch = prepare_named(attention_forward, (programs,), named, self._names)
@@ -392,9 +392,16 @@ def arguments(
         "NEGATIVE": score.scale < 0,
         "CONSUMER_REGISTERS": chosen.consumer_registers,
         "PRODUCER_REGISTERS": chosen.producer_registers,
-        "BAR_OFF": 0,
+        "BAR_OFF": sum(_shared_bytes(chosen, dim_qk, dim_v)),
     }
     return (count * heads if chosen.schedule == "each" else min(count * heads, processors)), named
+
+
+def _shared_bytes(chosen: Settings, dim_qk: int, dim_v: int) -> tuple[int, int, int]:
+    """Give the bytes that the rings take in shared memory: q, k and v, and out where it cannot use q's."""
+    q = chosen.groups * chosen.q_buffers * GROUP_ROWS
+    kv = chosen.stages * chosen.block_kv
+    return 2 * q * dim_qk, 2 * kv * (dim_qk + dim_v), 0 if dim_qk == dim_v else 2 * q * dim_v
 
 
 def tensor_map(spec: Spec, rows: int, dim: int, clipped: bool) -> TensorMap:
