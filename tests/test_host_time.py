@@ -77,10 +77,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(launch, "_default", launch.Launcher(recorder))
     monkeypatch.setattr(triton_portable, "_interpreting", lambda: True)
     monkeypatch.setattr(triton_portable, "_capability", lambda _: (9, 0))
-    triton_portable.prepare.cache_clear()
+    triton_portable._forward.cache_clear()
     autograd._prepared.clear()
     yield recorder
-    triton_portable.prepare.cache_clear()
+    triton_portable._forward.cache_clear()
     autograd._prepared.clear()
 
 

@@ -21,6 +21,7 @@ import triton.language as tl
 from recorder import SM90, Recorder, integer
 from tilewise.backends import compile as compiling
 from tilewise.backends import launch
+from tilewise.backends.bound import Bound
 from tilewise.backends.compile import Binary, Options, binary_for, ptx_parameters
 from tilewise.backends.driver import INVALID_CONTEXT, CudaDriver
 from tilewise.kernels.share import kernel
@@ -186,7 +187,7 @@ def test_a_refused_launch_says_what_was_asked_for_and_why_it_failed() -> None:
 def test_scratch_memory_that_the_compiler_asks_for_is_given_for_every_program() -> None:
     driver = Recorder()
     binary = Binary("name", b"", 128, 0, parameters=(8, 4, 8, 8), hidden=2, scratch=256)
-    launch.Bound(driver, -1, binary, ["*fp32", "i32"])((2, 3), [64, None, 5])
+    Bound(driver, -1, binary, ["*fp32", "i32"])((2, 3), [64, None, 5])
     assert driver.taken[0].numel() == 2 * 3 * 256
     read = driver.launches[0][2]
     assert numbers(read, integer, integer, integer, integer) == [64, 5, driver.taken[0].data_ptr(), 0]
@@ -257,7 +258,7 @@ def test_prepared_launches_of_one_kernel_and_of_many_threads_do_not_mix(monkeypa
 def test_a_prepared_launch_takes_scratch_memory_anew_in_every_call() -> None:
     driver = Recorder()
     binary = Binary("name", b"", 128, 0, parameters=(8, 4, 8, 8), hidden=2, scratch=256)
-    call = launch.Bound(driver, -1, binary, ["*fp32", "i32"]).prepare((2, 3), [5], [0])
+    call = Bound(driver, -1, binary, ["*fp32", "i32"]).prepare((2, 3), [5], [0])
     x = torch.empty(4)
     call([x])
     call([x])

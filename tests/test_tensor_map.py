@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from recorder import Recorder, integer
 from tilewise.backends import launch
+from tilewise.backends.bound import Bound
 from tilewise.backends.compile import Binary
 from tilewise.backends.tensor_map import kind_of
 
@@ -21,7 +22,7 @@ def mapped(driver: Recorder, slots: tuple[int, int] = (1, 2)) -> launch.Prepared
     x, y = torch.empty(4, 256, dtype=torch.bfloat16), torch.empty(4, 8)
     how = launch.TensorMap((4, 256), (256, 1), (64, 128)), launch.TensorMap((4, 8), (8, 1), (8, 8))
     maps = [(slots[0], x, how[0]), (slots[1], y, how[1])]
-    return launch.Bound(driver, -1, binary, kinds).prepare((1,), [7], [0], maps)
+    return Bound(driver, -1, binary, kinds).prepare((1,), [7], [0], maps)
 
 
 def test_a_prepared_launch_writes_addresses_into_its_tensor_maps() -> None:

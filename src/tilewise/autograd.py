@@ -9,7 +9,7 @@ Importing this file registers them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,6 +48,7 @@ N_TENSORS, N_OPTIONS = len(Tensors._fields), len(Options._fields)
 DIFFERENTIABLE = tuple(Tensors._fields.index(name) for name in ("q", "k", "v", "bias", "sink"))
 
 Results = tuple[torch.Tensor, torch.Tensor]  # out and lse
+OutAndPerhapsLse = tuple[torch.Tensor, "torch.Tensor | None"]  # lse where it was asked for, at the least
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 _problems: dict[object, Problem] = {}
@@ -125,16 +126,49 @@ def _forward_setup(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[t
 def _forward_backward(
     ctx: FunctionCtx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    nothing: list[torch.Tensor | None] = [None] * (N_TENSORS + N_OPTIONS)
+    return (*_gradients(ctx, d_out, d_lse, _call_backward), *[None] * N_OPTIONS)
+
+
+def _gradients(
+    ctx: FunctionCtx,
+    d_out: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
+    differentiate: Callable[..., tuple[torch.Tensor, ...]],
+) -> list[torch.Tensor | None]:
+    """Give the gradient of each of `Tensors`, None where it is not needed."""
+    gradients: list[torch.Tensor | None] = [None] * N_TENSORS
     if d_out is None and d_lse is None:
-        return tuple(nothing)
+        return gradients
     *tensors, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
     needs = [bool(ctx.needs_input_grad[index]) for index in DIFFERENTIABLE]  # type: ignore[attr-defined]
     options: Options = ctx.options  # type: ignore[attr-defined]
-    grads = _call_backward(*tensors, out, lse, d_out, d_lse, *options, needs)
-    for index, needed, grad in zip(DIFFERENTIABLE, needs, grads, strict=True):
-        nothing[index] = grad if needed else None
-    return tuple(nothing)
+    found = differentiate(*tensors, out, lse, d_out, d_lse, *options, needs)
+    for index, needed, gradient in zip(DIFFERENTIABLE, needs, found, strict=True):
+        gradients[index] = gradient if needed else None
+    return gradients
+
+
+class _Eager(torch.autograd.Function):
+    """The forward operator where nothing but a gradient must see it: the same without the dispatcher's host time."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *args: object) -> Results:
+        """Run on the tensors and an Options, and keep what the gradients need."""
+        *given, options = args
+        tensors = Tensors(*given)  # type: ignore[arg-type]  # in the order of its fields
+        out, lse = run(tensors, options)  # type: ignore[arg-type]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, out, lse)  # type: ignore[arg-type]  # None is allowed
+        ctx.options = options  # type: ignore[attr-defined]
+        return out, lse
+
+    @staticmethod
+    def backward(
+        ctx: FunctionCtx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Differentiate; through the operator where a second derivative may follow."""
+        differentiate = _call_backward if torch.is_grad_enabled() or _is_watched() else _backward
+        return (*_gradients(ctx, d_out, d_lse, differentiate), None)
 
 
 # ---- backward -------------------------------------------------------------------------------------------------------
@@ -280,7 +314,7 @@ def in_transform() -> bool:
     """Say whether torch.func is at work outside a compiled graph; torch has no public question for it."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+    return _transform() is not None
 
 
 _library.impl("attention", _forward, "CompositeExplicitAutograd")
@@ -303,9 +337,12 @@ torch.library.register_vmap(
 
 
 _prepared: dict[object, dispatch.Prepared] = {}
+_NO_OTHERS: list[object] = [None] * (N_TENSORS - 3)
+_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001  # no public question for either
+_transform = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 
 
-def recall(given: tuple[object, ...], options: Options) -> tuple[object, Results | None]:
+def recall(given: tuple[object, ...], options: Options) -> tuple[object, OutAndPerhapsLse | None]:
     """Run a call at once where one like it went before: a backend then has all prepared that does not change.
 
     Args:
@@ -316,28 +353,40 @@ def recall(given: tuple[object, ...], options: Options) -> tuple[object, Results
         What the call is like, and its results if one like it was met; None and None where it must go the whole way,
         since something watches it, wants a gradient, or is given in another form than as a tensor.
     """
-    if torch.compiler.is_compiling() or _is_watched() or forward_ad._current_level >= 0:  # noqa: SLF001
+    if (
+        torch.compiler.is_compiling()
+        or _modes()
+        or _transform() is not None
+        or forward_ad._current_level >= 0  # noqa: SLF001  # no public question for any of these
+        or dispatch.explaining.get()
+        or torch._C._is_any_autocast_enabled()  # noqa: SLF001
+    ):
         return None, None
-    if dispatch.explaining.get() or torch._C._is_any_autocast_enabled():  # noqa: SLF001  # no public question for any
-        return None, None
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q, k, v, *others = given  # type: ignore[assignment]  # what else they may be, the next lines refuse
     grad = torch.is_grad_enabled()
-    key: list[object] = [options, options.backend or dispatch.requested()]
-    try:
-        for x in given:
-            if x is None:
-                key.append(None)
-            elif type(x) not in _ORDINARY or (grad and x.requires_grad):  # type: ignore[attr-defined]
-                return None, None
-            else:
-                key += (x.shape, x.stride(), x.dtype, x.device)  # type: ignore[attr-defined]
+    for x in (q, k, v) if others == _NO_OTHERS else given:
+        if x is not None and (type(x) not in _ORDINARY or (grad and x.requires_grad)):  # type: ignore[attr-defined]
+            return None, None
+    try:  # written out, since this is most of what the host does for a call
+        like: tuple[object, ...] = (
+            options, options.backend or dispatch.requested(),
+            q.shape, q.stride(), q.dtype, q.device,
+            k.shape, k.stride(), k.dtype, k.device,
+            v.shape, v.stride(), v.dtype, v.device,
+        )  # fmt: skip
+        if others != _NO_OTHERS:
+            for x in others:
+                like += (None if x is None else (x.shape, x.stride(), x.dtype, x.device),)  # type: ignore[attr-defined]
     except RuntimeError:  # nested and sparse tensors have no strides
         return None, None
-    like = tuple(key)
     prepared = _prepared.get(like)
     return like, None if prepared is None else prepared(given)  # type: ignore[arg-type]  # tensors, by now
 
 
-def call(tensors: Tensors, options: Options, like: object = None) -> Results:
+def call(tensors: Tensors, options: Options, like: object = None) -> OutAndPerhapsLse:
     """Run a call, through the operator where something must see it: a gradient, a transform, a mode or a tracer.
 
     ``like`` is what `recall` gave: where not None, calls that are like this one need not come here again.
@@ -348,23 +397,28 @@ def call(tensors: Tensors, options: Options, like: object = None) -> Results:
             raise dispatch.Explained(dispatch.plan(problem_for(tensors, options), options.backend))
         refuse_jvp(tensors)
         if _is_plain(tensors):
-            problem = problem_for(tensors, options)
-            if like is not None and not (problem.device == "cpu" and _host_read(tensors)):
-                _remember(like, dispatch.prepared(problem, options.backend))
-            return dispatch.forward(problem, tensors, options.backend)
+            return _plain(problem_for(tensors, options), tensors, options, like)
         if not _is_watched():  # below, the schema would judge types, and the body would see no gradient
             problem_for(tensors, options)
+            if all(x is None or type(x) in _ORDINARY for x in tensors):
+                eager: Results = _Eager.apply(*tensors, options)  # type: ignore[no-untyped-call]
+                return eager
     forward = _Functional.apply if in_transform() else torch.ops.tilewise.attention
     result: Results = forward(*tensors, *options)  # type: ignore[no-untyped-call]
     return result
 
 
-def _remember(like: object, prepared: dispatch.Prepared | None) -> None:
+def _plain(problem: Problem, tensors: Tensors, options: Options, like: object) -> OutAndPerhapsLse:
+    """Run a call that nothing watches, prepared where it can be, so that `recall` finds it."""
+    prepared = dispatch.prepared(problem, options.backend)
     if prepared is None:
-        return
-    if len(_prepared) >= _PROBLEMS_KEPT:
-        _prepared.clear()
-    _prepared[like] = prepared
+        return dispatch.forward(problem, tensors, options.backend)
+    if like is not None and not (problem.device == "cpu" and _host_read(tensors)):
+        if len(_prepared) >= _PROBLEMS_KEPT:
+            _prepared.clear()
+        _prepared[like] = prepared
+    out, lse = prepared(tensors)
+    return (out.transpose(1, 2) if options.layout == "bshd" else out), lse
 
 
 def call_cache(tensors: CacheTensors, options: CacheOptions, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -392,5 +446,5 @@ def _is_plain(tensors: Tensors | CacheTensors) -> bool:
 
 
 def _is_watched() -> bool:
-    """Say whether a dispatch mode or a transform sees the call. torch has no public question for the first."""
-    return bool(torch._C._len_torch_dispatch_stack()) or in_transform()  # noqa: SLF001
+    """Say whether a dispatch mode or a transform sees the call."""
+    return bool(_modes()) or in_transform()

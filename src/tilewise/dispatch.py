@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tilewise.problem.cache import CacheTensors
     from tilewise.problem.problem import Grads, Needs, Problem, Tensors
 
-BACKENDS = ("triton_portable", "torch_sdpa", "torch_tiled")  # in the order of preference
+BACKENDS = ("hopper", "triton_portable", "torch_sdpa", "torch_tiled")  # in the order of preference
 ON_REQUEST = ("naive", "numpy_tiled")  # only when named: to compare with and to read
 ENVIRONMENT = "TILEWISE_BACKEND"
 
@@ -54,6 +54,13 @@ class Backend(Protocol):
         needs: Needs,
     ) -> Grads:
         """Compute the gradients that are asked for."""
+
+
+class PartialBackend(Backend, Protocol):
+    """A backend that serves some problems forward whose gradients it leaves to others."""
+
+    def why_not_backward(self, problem: Problem) -> str | None:
+        """Say why this backend cannot differentiate a problem that it serves, or None."""
 
 
 class CacheBackend(Backend, Protocol):
@@ -101,7 +108,19 @@ def use_backend(name: str) -> Iterator[None]:
 
 def requested() -> str | None:
     """Give the backend that `use_backend` or TILEWISE_BACKEND asks for, or None."""
-    return _chosen.get() or os.environ.get(ENVIRONMENT) or None
+    return _chosen.get() or _from_environment() or None
+
+
+def _from_environment() -> str | None:
+    """Read TILEWISE_BACKEND. os.environ encodes the name anew for every question; its own table answers at once."""
+    if _environment is None:
+        return os.environ.get(ENVIRONMENT)
+    found = _environment.get(_ENCODED)
+    return None if found is None else os.fsdecode(found)
+
+
+_environment: dict[bytes, bytes] | None = getattr(os.environ, "_data", None) if os.name == "posix" else None
+_ENCODED = os.fsencode(ENVIRONMENT)
 
 
 def refusals(problem: Problem) -> dict[str, str | None]:
@@ -135,8 +154,11 @@ def choose(problem: Problem, name: str | None = None) -> Backend:
 class Prepared(Protocol):
     """A forward pass in which everything is settled but its tensors."""
 
-    def __call__(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute (out, lse) of tensors in the order of `Tensors`, q, k, v and out in the user's order of axes."""
+    def __call__(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute (out, lse) of tensors in the order of `Tensors`, q, k, v and out in the user's order of axes.
+
+        lse is None where the call did not ask for it.
+        """
 
 
 def prepared(problem: Problem, name: str | None) -> Prepared | None:
@@ -160,8 +182,8 @@ def backward(
     needs: Needs,
     name: str | None,
 ) -> Grads:
-    """Run the backward pass on the chosen backend."""
-    return _serving(problem, name).backward(problem, tensors, out, lse, d_out, d_lse, needs)
+    """Run the backward pass on the chosen backend, or on the next one where that leaves gradients to others."""
+    return _differentiating(problem, name).backward(problem, tensors, out, lse, d_out, d_lse, needs)
 
 
 def decode(problem: Problem, tensors: CacheTensors, name: str | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,6 +195,31 @@ def _serving(problem: Problem, name: str | None) -> Backend:
     """Choose; a problem with nothing to compute goes to the torch engine, so that no kernel needs a case for it."""
     backend = choose(problem, name)
     return load("torch_tiled") if problem.is_empty else backend
+
+
+def _differentiating(problem: Problem, name: str | None) -> Backend:
+    """Choose for the backward pass: out and lse are the same whoever made them.
+
+    Raises:
+        ValueError: the named backend does not differentiate such a problem, with its reason.
+    """
+    backend = _serving(problem, name)
+    reason = why_not_backward(backend, problem)
+    if reason is None:
+        return backend
+    if name or requested():
+        raise ValueError(
+            f"backend {backend.name!r} cannot differentiate this call: {reason}. Leave backend None to have one chosen"
+        )
+    for candidate in map(load, BACKENDS[BACKENDS.index(backend.name) + 1 :]):
+        if candidate.why_not(problem) is None and why_not_backward(candidate, problem) is None:
+            return candidate
+    raise ValueError(f"no backend differentiates this call; {backend.name}: {reason}")
+
+
+def why_not_backward(backend: Backend, problem: Problem) -> str | None:
+    """Ask a backend for the reason not to differentiate what it serves; most serve both passes."""
+    return cast("PartialBackend", backend).why_not_backward(problem) if hasattr(backend, "why_not_backward") else None
 
 
 # ---- softmax --------------------------------------------------------------------------------------------------------
@@ -248,11 +295,13 @@ class Plan:
 
     ``flops`` counts the visible pairs' products, ``bytes`` is main-memory traffic with every tensor crossing once
     (``bytes_worst``: keys and values loaded anew for every query tile), ``memory`` is what is taken beyond the inputs.
+    ``backward`` names who would differentiate it, or says why nobody does.
     A varlen call is counted as one sequence, an upper bound: only the device knows the lengths.
     """
 
     problem: Problem
     backend: str
+    backward: str
     tiles: Tiles | None
     refusals: dict[str, str]
     flops: int
@@ -279,7 +328,7 @@ class Plan:
         lines = [
             f"{problem.kind} attention, {size}, {problem.dtype} on {problem.device}",
             f"  score    {'; '.join(features) or 'plain'}",
-            f"  backend  {self.backend}",
+            f"  backend  {self.backend}" + f"; gradients: {self.backward}" * (self.backward != self.backend),
             f"  tiles    {f'{self.tiles.block_q} queries x {self.tiles.block_kv} keys' if self.tiles else 'its own'}",
             *(f"  not      {name}: {reason}" for name, reason in self.refusals.items()),
             f"  flops    {self.flops / 1e9:,.3f} GFLOP",
@@ -313,6 +362,7 @@ def plan(problem: Problem, name: str | None) -> Plan:
     return Plan(
         problem=problem,
         backend=backend.name,
+        backward=_backward_words(problem, name, backend),
         tiles=tiles,
         refusals={k: reason for k, reason in reasons.items() if reason is not None and k != backend.name},
         flops=2 * shape.pairs * (shape.dim_qk + shape.dim_v),
@@ -321,6 +371,16 @@ def plan(problem: Problem, name: str | None) -> Plan:
         memory=best.memory,
         cost=best,
     )
+
+
+def _backward_words(problem: Problem, name: str | None, backend: Backend) -> str:
+    if problem.kind == "cache":
+        return backend.name
+    try:
+        other = _differentiating(problem, name).name
+    except ValueError as refusal:
+        return str(refusal)
+    return other if other == backend.name else f"{other}, since {backend.name} {why_not_backward(backend, problem)}"
 
 
 @cache

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 import torch
 
 from tilewise.backends import triton_decode
+from tilewise.backends.extents import clip, contiguous, entries, is_bshd, tile_count
 from tilewise.backends.triton_decode import decode
 from tilewise.backends.triton_decode import prepare as prepare_decode
 from tilewise.machine.detect import detect
@@ -121,14 +122,19 @@ def precision(problem: Problem, kind: Kind = "forward") -> str:
 
 def forward(problem: Problem, tensors: Tensors, sizes: Tiles | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out and lse of a dense or varlen problem; the tuner names the tiles, others take the table's."""
-    out, lse = (prepare(problem) if sizes is None else prepare(problem, sizes))(tensors)
-    return (out.transpose(1, 2) if _is_bshd(problem) else out), lse
+    out, lse = _forward(problem, sizes, True)(tensors)
+    assert lse is not None  # noqa: S101 - it was asked for
+    return (out.transpose(1, 2) if is_bshd(problem) else out), lse
+
+
+def prepare(problem: Problem) -> Forward:
+    """Settle the forward pass of a problem but for its tensors; without an lse where nobody asked for it."""
+    return _forward(problem, None, problem.return_lse)
 
 
 @lru_cache(maxsize=4096)
-def prepare(problem: Problem, sizes: Tiles | None = None) -> Forward:
-    """Settle the forward pass of a problem but for its tensors; the same object every time."""
-    return Forward(problem, sizes)
+def _forward(problem: Problem, sizes: Tiles | None, with_lse: bool) -> Forward:
+    return Forward(problem, sizes, with_lse)
 
 
 class Forward:
@@ -139,44 +145,53 @@ class Forward:
     user's order of axes, in which out is returned.
     """
 
-    def __init__(self, problem: Problem, sizes: Tiles | None) -> None:
-        self._problem, self._sizes = problem, sizes
+    def __init__(self, problem: Problem, sizes: Tiles | None, with_lse: bool) -> None:
+        self._problem, self._sizes, self._with_lse = problem, sizes, with_lse
         shape = problem.out_shape
-        self._out = _contiguous((shape[0], shape[2], shape[1], shape[3]) if _is_bshd(problem) else shape)
-        self._lse = _contiguous(problem.lse_shape)
+        self._out = contiguous((shape[0], shape[2], shape[1], shape[3]) if is_bshd(problem) else shape)
+        self._is_like_q = problem.specs["q"][:2] == self._out and not is_bshd(problem)
+        self._lse = contiguous(problem.lse_shape)
         self._dtype, self._device = getattr(torch, problem.dtype), torch.device(problem.device)
         read = {label: x for label, x in _READ.items() if x in problem.specs}
         if "cu_q_ptr" in read:
             read.setdefault("cu_k_ptr", "cu_seqlens_q")
         if not problem.dropout:
             read.pop("seed_ptr", None)
-        self._names = ("out_ptr", "lse_ptr", *read)
+        self._names = ("out_ptr", *(["lse_ptr"] if with_lse else []), *read)
         self._read_of = itemgetter(*(Tensors._fields.index(x) for x in read.values()))
+        self._float32 = problem.dtype == "float32"  # torch's switch for tf32 may turn between calls
         self._launches: dict[tuple[bool, str], _Launch] = {}
 
-    def __call__(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute out, contiguous in the user's order of axes, and lse."""
-        out = torch.empty_strided(*self._out, dtype=self._dtype, device=self._device)
-        lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=self._device)
+    def __call__(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute out, contiguous in the user's order of axes, and lse, or None for it."""
         read = self._read_of(tensors)
         q, k, v = read[:3]
-        key = ((q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0, precision(self._problem))
+        if self._is_like_q:  # the cheaper question
+            out = torch.empty_like(q)
+        else:
+            out = torch.empty_strided(*self._out, dtype=self._dtype, device=self._device)
+        aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+        key = aligned, precision(self._problem) if self._float32 else "ieee"
+        lse = None
+        if self._with_lse:
+            lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=self._device)
+            read = (lse, *read)
         launch = self._launches.get(key) or self._settle(key, tensors, out, lse)
-        launch((out, lse, *read))
+        launch((out, *read))
         return out, lse
 
     def _settle(
-        self, key: tuple[bool, str], given: Sequence[torch.Tensor | None], out: torch.Tensor, lse: torch.Tensor
+        self, key: tuple[bool, str], given: Sequence[torch.Tensor | None], out: torch.Tensor, lse: torch.Tensor | None
     ) -> _Launch:
         from tilewise.kernels.triton.forward import attention_forward
 
         problem, sizes = self._problem, self._sizes or tiles(self._problem)
         tensors = Tensors(*given)  # type: ignore[arg-type]  # q, k and v are there
         matrices = {x: getattr(tensors, x).as_strided(*problem.specs[x][:2]) for x in ("q", "k", "v")}
-        matrices["out"] = out.transpose(1, 2) if _is_bshd(problem) else out
+        matrices["out"] = out.transpose(1, 2) if is_bshd(problem) else out
         unit = _unit(*matrices.values())
-        count = _tile_count(problem, problem.total_q, sizes.block_q)
-        programs = count * problem.heads_q * _entries(problem)
+        count = tile_count(problem, problem.total_q, sizes.block_q)
+        programs = count * problem.heads_q * entries(problem)
         arguments = {
             "lse_ptr": lse,
             **_row_strides(problem, lse=lse),
@@ -198,15 +213,6 @@ _READ = {"q_ptr": "q", "k_ptr": "k", "v_ptr": "v", "bias_ptr": "bias", "mask_ptr
     "slopes_ptr": "alibi_slopes", "kv_start_ptr": "kv_start", "kv_stop_ptr": "kv_stop",
     "cu_q_ptr": "cu_seqlens_q", "cu_k_ptr": "cu_seqlens_k", "seed_ptr": "seed",
 }  # fmt: skip
-
-
-def _is_bshd(problem: Problem) -> bool:
-    return problem.kind == "dense" and problem.layout == "bshd"
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Give a shape and the strides of memory that is filled in its order."""
-    return shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def backward(
@@ -239,12 +245,12 @@ def backward(
         "lse_ptr": lse,
         "d_lse_ptr": d_lse,
         "saved_ptr": saved,
-        **_row_strides(problem, lse=lse, d_lse=lse if d_lse is None else d_lse),
+        **_row_strides(problem, lse=lse, d_lse=d_lse),
         "saved_batch_stride": 0 if problem.kind == "varlen" else problem.heads_q * problem.total_q,
         "saved_head_stride": problem.total_q,
         "saved_plane_stride": lse.numel(),
     }
-    heads = problem.heads_q * _entries(problem)
+    heads = problem.heads_q * entries(problem)
 
     def launch(kernel: Jitted, programs: int, sizes: Tiles = by_queries, **more: Argument) -> None:
         _launch(kernel, programs, arguments | more, sizes)
@@ -252,12 +258,12 @@ def backward(
     rows = -(-problem.total_q // by_queries.block_q)
     launch(kernels.prepare_rows, rows * heads, tiles=rows)
     if dk is not None or dv is not None:
-        count = _tile_count(problem, problem.total_kv, by_keys.block_kv)
+        count = tile_count(problem, problem.total_kv, by_keys.block_kv)
         for part, blocks in _key_passes(problem, by_keys, dk, dv):
             own = {"tiles": count, "BLOCK_Q": blocks.block_q, "BLOCK_KV": blocks.block_kv}
             launch(kernels.key_gradients, count * heads // problem.group, blocks, **own, **part)
     if dq is not None:
-        count = _tile_count(problem, problem.total_q, by_queries.block_q)
+        count = tile_count(problem, problem.total_q, by_queries.block_q)
         launch(kernels.query_gradients, count * heads, tiles=count)
     dbias = (
         _bias_gradient(problem, tensors.bias, by_queries, launch) if needs.dbias and tensors.bias is not None else None
@@ -292,14 +298,14 @@ def _bias_gradient(problem: Problem, bias: torch.Tensor, sizes: Tiles, launch: C
     has_batch, has_heads, has_q, has_kv = (size > 1 for size in target.shape)
     varlen = problem.kind == "varlen"
     width = bias.shape[-1] if varlen else problem.len_kv
-    q_tiles, kv_tiles = _tile_count(problem, problem.total_q, sizes.block_q), -(-width // sizes.block_kv)
+    q_tiles, kv_tiles = tile_count(problem, problem.total_q, sizes.block_q), -(-width // sizes.block_kv)
     spans = {
         "sequence_span": 1 if has_batch or varlen else problem.batch,
         "head_span": 1 if has_heads else problem.heads_q,
         "q_span": 1 if has_q or varlen else q_tiles,
         "kv_span": 1 if has_kv or varlen else kv_tiles,
     }
-    whole = _entries(problem) * problem.heads_q * q_tiles * kv_tiles
+    whole = entries(problem) * problem.heads_q * q_tiles * kv_tiles
     launch(
         bias_gradient,
         whole // math.prod(spans.values()),
@@ -359,11 +365,11 @@ def _unit(*matrices: torch.Tensor) -> int:
     return unit
 
 
-def _row_strides(problem: Problem, **rows: torch.Tensor) -> Arguments:
-    """Give the strides of lse and its like: (batch, heads, len), varlen (heads, total)."""
+def _row_strides(problem: Problem, **rows: torch.Tensor | None) -> Arguments:
+    """Give the strides of lse and its like: (batch, heads, len), varlen (heads, total); 0 where there is none."""
     arguments: Arguments = {}
     for label, x in rows.items():
-        batch, head, row = (0, *x.stride()) if problem.kind == "varlen" else x.stride()
+        batch, head, row = (0, 0, 0, *(() if x is None else x.stride()))[-3:]
         arguments |= {f"{label}_batch_stride": batch, f"{label}_head_stride": head, f"{label}_row_stride": row}
     return arguments
 
@@ -383,8 +389,8 @@ def _features(problem: Problem, tensors: Tensors) -> Arguments:
         "dropout": dropout,
         "softcap": score.softcap or None,
         "scale": score.scale,
-        "left": _clip(band.left, problem),
-        "right": _clip(band.right, problem),
+        "left": clip(band.left, problem),
+        "right": clip(band.right, problem),
         "batch": problem.batch,
         "heads": problem.heads_q,
         "group": problem.group,
@@ -396,12 +402,6 @@ def _features(problem: Problem, tensors: Tensors) -> Arguments:
         **_per_head("sink", tensors.sink),
         **_per_head("slopes", tensors.alibi_slopes),
     }
-
-
-def _clip(side: int | None, problem: Problem) -> int | None:
-    """Hold a side of the band to what no query and key of the problem can exceed, so that sums stay within int32."""
-    most = problem.total_q + problem.total_kv
-    return None if side is None else max(-most, min(side, most))
 
 
 def _pairs(problem: Problem, label: str, x: torch.Tensor | None) -> Arguments:
@@ -436,16 +436,6 @@ def _constants(problem: Problem, sizes: Tiles, unit: int) -> Arguments:
         "EXACT": exact,
         "NEGATIVE": problem.score.scale < 0,
     }
-
-
-def _tile_count(problem: Problem, total: int, block: int) -> int:
-    """Count the tiles of rows. The host never reads how long packed sequences are: each may end in a part of a tile."""
-    return -(-total // block) + (problem.batch if problem.kind == "varlen" else 0)
-
-
-def _entries(problem: Problem) -> int:
-    """Count the entries along the batch axis as the kernels see it: packed sequences are one."""
-    return 1 if problem.kind == "varlen" else problem.batch
 
 
 # ---- launching ------------------------------------------------------------------------------------------------------

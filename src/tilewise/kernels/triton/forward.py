@@ -134,7 +134,6 @@ def attention_forward(
     k = base_of(k_ptr, sequence, head // group, kv_base, k_batch_stride, k_head_stride, k_row_stride, UNIT)
     v = base_of(v_ptr, sequence, head // group, kv_base, v_batch_stride, v_head_stride, v_row_stride, UNIT)
     out = base_of(out_ptr, sequence, head, q_base, out_batch_stride, out_head_stride, out_row_stride, UNIT)
-    lse = base_of(lse_ptr, sequence, head, q_base, lse_batch_stride, lse_head_stride, lse_row_stride, 1)
     bias = pairs_of(
         bias_ptr, sequence, head, q_base, bias_batch_stride, bias_head_stride, bias_q_stride, bias_kv_stride, bias_width
     )
@@ -169,5 +168,7 @@ def attention_forward(
         (out, out_row_stride, out_dim_stride), q_start, len_q, acc / (row_sum_or_1 * kept)[:, None],
         DIM_V, BLOCK_Q, BLOCK_DIM_V, UNIT,
     )  # fmt: skip
-    rows = q_start + tl.arange(0, BLOCK_Q)
-    tl.store(lse + rows * lse_row_stride, row_max * LN2 + tl.log(row_sum_or_1), mask=rows < len_q)
+    if lse_ptr is not None:
+        lse = base_of(lse_ptr, sequence, head, q_base, lse_batch_stride, lse_head_stride, lse_row_stride, 1)
+        rows = q_start + tl.arange(0, BLOCK_Q)
+        tl.store(lse + rows * lse_row_stride, row_max * LN2 + tl.log(row_sum_or_1), mask=rows < len_q)
