@@ -18,10 +18,12 @@ from triton.experimental.gluon import language as gl
 DType = Any  # Triton's dtype: the package ships no types
 Array = np.ndarray
 
+INTEGERS = (np.int8, np.int16, np.int32, np.int64, np.uint8)
 STORED = {
     "int1": np.bool_, "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64, "uint8": np.uint8,
     "fp16": np.float32, "bf16": np.float32, "fp32": np.float32, "fp64": np.float64,
 }  # fmt: skip
+LIMITS = {name: (int(np.iinfo(kind).min), int(np.iinfo(kind).max)) for name, kind in STORED.items() if kind in INTEGERS}
 OF_TORCH = {
     torch.bool: gl.int1, torch.int8: gl.int8, torch.int32: gl.int32, torch.int64: gl.int64, torch.float16: gl.float16,
     torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.float64: gl.float64,
@@ -31,22 +33,24 @@ TO_TORCH = {dtype.name: of for of, dtype in OF_TORCH.items()}
 
 def rounded(data: Array, dtype: DType) -> Array:
     """Bring numbers to a dtype: floats are rounded to it, integers must fit."""
+    kind = STORED[dtype.name]
     if dtype.name in ("fp16", "bf16"):
         exact = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32))
-        return np.asarray(exact.to(TO_TORCH[dtype.name]).float().numpy()).reshape(np.shape(data))
-    kind = STORED[dtype.name]
-    if dtype.is_int() and dtype.name != "int1" and np.asarray(data).dtype.itemsize > np.dtype(kind).itemsize:
-        limits = np.iinfo(kind)
-        if np.any(data < limits.min) or np.any(data > limits.max):
+        return np.asarray(exact.to(TO_TORCH[dtype.name]).float().numpy()).reshape(data.shape)
+    if data.dtype == kind:
+        return data
+    if data.dtype.kind == "i" and dtype.name in LIMITS and data.size:
+        least, most = LIMITS[dtype.name]
+        if data.min() < least or data.max() > most:
             raise OverflowError(f"{data} does not fit {dtype.name}: widen the operands with .to(gl.int64) first")
-    return np.asarray(data).astype(kind, copy=False)
+    return data.astype(kind)
 
 
 def promoted(a: Tensor, b: Tensor, a_weak: bool, b_weak: bool) -> DType:
     """Find the dtype of ``a + b``; a weak operand, a number of Python's, takes the other's if that is of its kind."""
     if a_weak != b_weak:
         strong, weak = (b, a) if a_weak else (a, b)
-        if (weak.rank, 0) <= (strong.rank, 0):
+        if weak.rank <= strong.rank:
             return strong.dtype
     if a.rank != b.rank:
         return a.dtype if a.rank > b.rank else b.dtype
@@ -62,14 +66,35 @@ def truncated(a: Array, b: Array) -> Array:
     return np.asarray(quotient + ((quotient < 0) & (quotient * b != a)))
 
 
-ARITHMETIC: dict[str, Callable[[Array, Array], Array]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.divide, "floordiv": truncated,
-    "mod": lambda a, b: a - truncated(a, b) * b, "lshift": np.left_shift, "rshift": np.right_shift,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-}  # fmt: skip
-COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
-    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
-}  # fmt: skip
+Operator = Callable[[Any, Any], Any]
+
+
+def both_ways(function: Callable[[Array, Array], Array]) -> tuple[Operator, Operator]:
+    """Make an operator, and its reflection, of what it does to arrays of one dtype."""
+
+    def apply(x: Any, y: Any) -> Any:
+        if isinstance(x, Pointer) or isinstance(y, Pointer):
+            return NotImplemented
+        a, b, dtype, layout = operands(x, y)
+        if function is np.divide and not dtype.is_floating():
+            a, b, dtype = a.astype(np.float32), b.astype(np.float32), gl.float32
+        elif dtype.is_int() and dtype.name != "int1":
+            a, b = a.astype(np.int64), b.astype(np.int64)
+        return Tensor(function(a, b), dtype, layout)
+
+    return apply, lambda x, y: apply(y, x)
+
+
+def compared(function: Callable[[Array, Array], Array]) -> Operator:
+    """Make a comparison of what it does to arrays of one dtype."""
+
+    def apply(x: Any, y: Any) -> Any:
+        if y is None:
+            return NotImplemented
+        a, b, _, layout = operands(x, y)
+        return Tensor(function(a, b), gl.int1, layout)
+
+    return apply
 
 
 class Tensor:
@@ -149,7 +174,21 @@ class Tensor:
     def __invert__(self) -> Tensor:
         return self.like(~self.data, self.layout)
 
-    __hash__ = None  # type: ignore[assignment]  # as == compares element by element
+    __add__, __radd__ = both_ways(np.add)
+    __sub__, __rsub__ = both_ways(np.subtract)
+    __mul__, __rmul__ = both_ways(np.multiply)
+    __truediv__, __rtruediv__ = both_ways(np.divide)
+    __floordiv__, __rfloordiv__ = both_ways(truncated)
+    __mod__, __rmod__ = both_ways(lambda a, b: a - truncated(a, b) * b)
+    __lshift__, __rlshift__ = both_ways(np.left_shift)
+    __rshift__, __rrshift__ = both_ways(np.right_shift)
+    __and__, __rand__ = both_ways(np.bitwise_and)
+    __or__, __ror__ = both_ways(np.bitwise_or)
+    __xor__, __rxor__ = both_ways(np.bitwise_xor)
+    __lt__, __le__, __gt__, __ge__ = map(compared, (np.less, np.less_equal, np.greater, np.greater_equal))
+    __eq__ = compared(np.equal)  # element by element
+    __ne__ = compared(np.not_equal)
+    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"{self.data} ({self.dtype})" if self.data.ndim == 0 else f"<{self.dtype} {list(self.shape)}>"
@@ -179,37 +218,6 @@ def operands(x: Any, y: Any) -> tuple[Array, Array, DType, object]:
     dtype = promoted(a, b, not isinstance(x, Tensor), not isinstance(y, Tensor))
     layout = a.layout if a.layout is not None else b.layout
     return rounded(a.data, dtype), rounded(b.data, dtype), dtype, layout
-
-
-def arithmetic(name: str, x: Any, y: Any) -> Any:
-    if isinstance(x, Pointer) or isinstance(y, Pointer):
-        return NotImplemented
-    a, b, dtype, layout = operands(x, y)
-    if name == "truediv" and not dtype.is_floating():
-        a, b, dtype = a.astype(np.float32), b.astype(np.float32), gl.float32
-    elif dtype.is_int() and dtype.name != "int1":
-        a, b = a.astype(np.int64), b.astype(np.int64)
-    elif dtype.name == "int1" and name in ("add", "sub", "mul"):
-        raise TypeError(f"{name} of two truth values")
-    return Tensor(ARITHMETIC[name](a, b), dtype, layout)
-
-
-def comparison(name: str, x: Any, y: Any) -> Any:
-    if x is None or y is None:
-        return NotImplemented
-    a, b, _, layout = operands(x, y)
-    return Tensor(COMPARISONS[name](a, b), gl.int1, layout)
-
-
-def _define_operators() -> None:
-    for name in ARITHMETIC:
-        setattr(Tensor, f"__{name}__", lambda self, other, name=name: arithmetic(name, self, other))
-        setattr(Tensor, f"__r{name}__", lambda self, other, name=name: arithmetic(name, other, self))
-    for name in COMPARISONS:
-        setattr(Tensor, f"__{name}__", lambda self, other, name=name: comparison(name, self, other))
-
-
-_define_operators()
 
 
 class Pointer:

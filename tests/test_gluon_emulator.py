@@ -17,7 +17,9 @@ if compat.refusal() is not None:
 
 import gluon_kernels as kernels
 from gluon_emulator import Deadlock, Misuse, emulate, tensor_map
+from gluon_values import tensor
 from tilewise.kernels.gluon import sync
+from tilewise.kernels.gluon.compat import gl
 
 BOTH = pytest.mark.parametrize("late", [False, True])
 BOX = (64, 64)
@@ -138,6 +140,18 @@ def test_integers_do_what_they_do_on_the_gpu() -> None:
     assert results.tolist() == [-3, -1, -4, 2, -7_000_000_000]  # division truncates, shifts floor
     emulate(kernels.integers, (1,), {"in_ptr": given, "out_ptr": results, "a": 7, "b": 2}, {})
     assert results.tolist() == [3, 1, 3, 6, 7_000_000_000]
+
+
+def test_numbers_are_rounded_and_promoted_as_on_the_gpu() -> None:
+    third = tensor(1.0) / 3
+    half, brain = third.to(gl.float16), third.to(gl.bfloat16)
+    assert (float(half), float(brain)) == (0.333251953125, 0.333984375)
+    assert (half * 2.0).dtype == (half + 1).dtype == gl.float16  # a number of Python's takes the tensor's type
+    assert (
+        (half * third).dtype == (half * brain).dtype == (tensor(1) + 0.5).dtype == (tensor(1) / 2).dtype == gl.float32
+    )
+    assert (tensor(1) + tensor(1).to(gl.int64)).dtype == gl.int64
+    assert (tensor(2) == 2).dtype == gl.int1
 
 
 def test_what_does_not_fit_its_type_or_its_tensor_is_refused() -> None:
