@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -419,3 +422,14 @@ def test_batches_and_decoding_compile_into_one_graph() -> None:
     q, k, cache, held = draw(1, 3, 4, 8), draw(1, 3, 2, 8), draw(1, 9, 2, 8), torch.tensor([2]).int()
     expected = step(q, k, cache.clone(), held)
     assert all(close(*pair) for pair in zip(compiled(q, k, cache.clone(), held), expected, strict=True))
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="the real flash_attn is installed")
+def test_the_code_of_the_page_on_switching_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "switch" / "flash-attn.md").read_text(encoding="utf-8")
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)), encoding="utf-8")
+    assert runpy.run_path(str(script))["longest"] == 300

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import runpy
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -278,3 +280,17 @@ def test_what_is_switched_off_is_named_so_and_the_settings_stay() -> None:
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         assert explain_sdpa(q, q, q).backend == "ERROR"
     assert explain_sdpa(q, q, q).backend == "FLASH_ATTENTION"
+
+
+def test_the_code_of_the_page_on_switching_runs_and_prints_what_it_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "switch" / "sdpa.md").read_text(encoding="utf-8")
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)), encoding="utf-8")
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        pytest.skip("this torch cannot exchange its flash kernel")
+    runpy.run_path(str(script))
+    printed = capsys.readouterr().out
+    assert printed.startswith("MATH on cpu\n  FLASH_ATTENTION: Both fused")
+    assert printed in page

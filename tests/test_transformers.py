@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import re
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -300,3 +303,10 @@ def test_a_model_asked_for_probabilities_refuses() -> None:
     model.set_attn_implementation("tilewise")
     with pytest.raises(ValueError, match="output_attentions=True"):
         model(**batch("left"), output_attentions=True)
+
+
+def test_the_code_of_the_page_on_switching_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "switch" / "transformers.md").read_text(encoding="utf-8")
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)), encoding="utf-8")
+    assert runpy.run_path(str(script))["tokens"].shape == (2, 15)
