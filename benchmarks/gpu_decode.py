@@ -49,6 +49,10 @@ DEVICE, BACKEND = "cuda", "triton_portable"
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128
 CELLS = ((1, 8192), (1, 131072), (8, 8192), (8, 32768), (64, 4096), (128, 8192))
 ROUNDS, SECONDS = 7, 0.02
+SWEPT = (  # keys in a block, stages, warps, registers
+    (32, 4, 4, 128), (64, 2, 4, 128), (64, 3, 4, None), (64, 3, 4, 168), (64, 3, 4, 128), (64, 4, 4, 168),
+    (128, 2, 4, None), (128, 3, 4, None), (128, 2, 8, None),
+)  # fmt: skip
 
 
 # ---- correctness ----------------------------------------------------------------------------------------------------
@@ -396,7 +400,7 @@ def with_tiles(sizes: Tiles) -> Iterator[None]:
 
 def sweep(page_size: int) -> list[dict[str, object]]:
     """Time tiles and numbers of splits on every cell."""
-    records = []
+    records: list[dict[str, object]] = []
     for batch, length in CELLS:
         cell = Cell(batch, length)
         tensors = cell.paged(page_size) if page_size else cell.tensors
@@ -405,16 +409,8 @@ def sweep(page_size: int) -> list[dict[str, object]]:
             {n for n in (1, 2, 4, 8, enough, 2 * enough, 3 * enough, 4 * enough, 8 * enough) if n <= length // 64}
         )
         runs: dict[str, Run] = {}
-        for block_kv, stages, warps in (
-            (32, 4, 4),
-            (64, 2, 4),
-            (64, 3, 4),
-            (64, 4, 4),
-            (128, 2, 4),
-            (128, 3, 4),
-            (128, 2, 8),
-        ):
-            with with_tiles(Tiles(16, block_kv, warps, stages)):
+        for block_kv, stages, warps, registers in SWEPT:
+            with with_tiles(Tiles(16, block_kv, warps, stages, registers)):
                 for count in [None, *counts]:
                     run = ours(tensors, CacheOptions(num_splits=count))
                     try:
@@ -422,7 +418,7 @@ def sweep(page_size: int) -> list[dict[str, object]]:
                     except Exception as error:  # noqa: BLE001 - what does not fit is left out
                         print(f"    {block_kv} keys, {stages} stages, {warps} warps: {error}"[:150])
                         break
-                    runs[f"{block_kv}x{stages}w{warps}/{count or 'rule'}"] = run
+                    runs[f"{block_kv}x{stages}w{warps}r{registers or ''}/{count or 'rule'}"] = run
         found = rounds(runs, 3)
         best = sorted(found, key=found.__getitem__)
         print(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 64  # in a tile; further queries are further tiles, which load the keys again
 APPENDED_ROWS = 16  # tokens x heads that one program writes
-MERGED_CELLS = 8192  # of partial results that a program of 128 threads loads together
+MERGED_CELLS = 4096  # of partial results whose loads are on their way together
 
 Argument = torch.Tensor | int | float | str | bool | None
 Arguments = dict[str, Argument]
@@ -206,7 +206,7 @@ class Decode:
         problem, sizes = self._problem, tiles(self._problem)
         how, count, cells = splits(problem, sizes), _tile_count(problem, sizes), _merged_cells(problem, sizes)
         joined = how.count > 1
-        partial = count * how.count * (cells + cells // padded_dim(problem.dim_v)) if joined else 0
+        partial = 2 * count * how.count * cells if joined else 0
         made = self._make(partial, count if joined else 0)
         tensors = dict(zip((*_MADE, *CacheTensors._fields), (*made, *given), strict=True))
         launches = []

@@ -144,38 +144,32 @@ def blocks_of_split(split, first, stop, splits, least, fixed):
 
 
 @triton.jit
-def merge_splits(outs, lses, used, ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Join the partial results of a tile: (ROWS, BLOCK_DIM) and, in base 2, (ROWS,) for each split.
+def merge_splits(partial, used, ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Join the partial results of a tile, out and lse in base 2, both (ROWS, BLOCK_DIM) for each split.
 
-    Sums go through the splits in order, and what is added for an empty one is 0. AT_ONCE splits are loaded together.
+    Every element has its row's lse beside it. So nothing is passed between threads, which would make each split wait
+    for the one before: the loads of AT_ONCE splits are on their way together.
+
+    One split after the other, in the order of the keys. A split that a row sees nothing of leaves its bits alone.
     """
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
-    cells = rows[:, None] * BLOCK_DIM + dims[None, :]
-    row_max = tl.full([ROWS], -float("inf"), tl.float32)
-    for start in range(0, used, 32):
-        several = start + tl.arange(0, 32)[:, None]
-        part = tl.load(
-            lses + (several * ROWS + rows[None, :]), mask=several < used, other=-float("inf"), cache_modifier=".cg"
-        )
-        row_max = tl.maximum(row_max, tl.max(part, 0))
-    anchor = tl.where(row_max == -float("inf"), 0.0, row_max)
-    row_sum = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    row_max = tl.full([ROWS, BLOCK_DIM], -float("inf"), tl.float32)
+    row_sum, acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32), tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    cells = tl.arange(0, ROWS)[:, None] * BLOCK_DIM + tl.arange(0, BLOCK_DIM)[None, :]
     for start in range(0, used, AT_ONCE):
         for number in tl.static_range(AT_ONCE):
-            split = start + number
-            there = split < used
-            lse = tl.load(
-                lses + (split * ROWS + rows), mask=there & (rows >= 0), other=-float("inf"), cache_modifier=".cg"
-            )
-            out = tl.load(
-                outs + (split * (ROWS * BLOCK_DIM) + cells), mask=there & (cells >= 0), other=0.0, cache_modifier=".cg"
-            )
-            weight = tl.exp2(lse - anchor)
-            row_sum += weight
-            acc += weight[:, None] * out
+            there = start + number < used
+            split = partial + ((start + number) * (2 * ROWS * BLOCK_DIM) + cells)
+            out = tl.load(split, mask=there, other=0.0, cache_modifier=".cg")
+            lse = tl.load(split + ROWS * BLOCK_DIM, mask=there, other=-float("inf"), cache_modifier=".cg")
+            row_max_new = tl.maximum(row_max, lse)
+            anchor = tl.where(row_max_new == -float("inf"), 0.0, row_max_new)
+            p = tl.exp2(lse - anchor)
+            rescale = tl.exp2(row_max - anchor)
+            row_sum = row_sum * rescale + p
+            acc = acc * rescale + out * p
+            row_max = row_max_new
     row_sum_or_1 = tl.where(row_sum == 0, 1.0, row_sum)
-    return acc / row_sum_or_1[:, None], row_max + tl.log2(row_sum_or_1)
+    return acc / row_sum_or_1, tl.max(row_max + tl.log2(row_sum_or_1), 1)
 
 
 @triton.jit
@@ -335,19 +329,17 @@ def attention_decode(
             BLOCK_Q, DIM_V, BLOCK_DIM_V, UNIT_Q,
         )  # fmt: skip
     elif partial_ptr is not None:
-        outs = partial_ptr + tile.to(tl.int64) * splits * (MERGE_ROWS * BLOCK_DIM_V)
-        lses = partial_ptr + (tiles.to(tl.int64) * splits * BLOCK_DIM_V + tile * splits) * MERGE_ROWS
-        local = tl.arange(0, BLOCK_Q)
-        cells = local[:, None] * BLOCK_DIM_V + tl.arange(0, BLOCK_DIM_V)[None, :]
-        own = tl.multiple_of(outs + split * (MERGE_ROWS * BLOCK_DIM_V), 16)
-        tl.store(own + cells, out, mask=(local < MERGE_ROWS)[:, None])
-        tl.store(lses + split * MERGE_ROWS + local, lse, mask=local < MERGE_ROWS)
+        partial = partial_ptr + tile.to(tl.int64) * splits * (2 * MERGE_ROWS * BLOCK_DIM_V)
+        own = tl.multiple_of(partial + split * (2 * MERGE_ROWS * BLOCK_DIM_V), 16)
+        local = tl.arange(0, BLOCK_Q)[:, None]
+        cells = own + (local * BLOCK_DIM_V + tl.arange(0, BLOCK_DIM_V)[None, :])
+        tl.store(cells, out, mask=local < MERGE_ROWS)
+        tl.store(cells + MERGE_ROWS * BLOCK_DIM_V, tl.broadcast_to(lse[:, None], out.shape), mask=local < MERGE_ROWS)
         tl.debug_barrier()  # all threads' stores come before the one thread's arrival, which publishes them
         if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") == used - 1:
             tl.store(arrived_ptr + tile, 0)
-            merged, merged_lse = merge_splits(
-                tl.multiple_of(outs, 16), lses, used, MERGE_ROWS, BLOCK_DIM_V, MERGE_AT_ONCE
-            )
+            partial = tl.multiple_of(partial, 16)
+            merged, merged_lse = merge_splits(partial, used, MERGE_ROWS, BLOCK_DIM_V, MERGE_AT_ONCE)
             finish_rows(
                 merged, merged_lse, target, lse_target, lse_strides, sink_of, row_start, head_kv, group, len_q,
                 MERGE_ROWS, DIM_V, BLOCK_DIM_V, UNIT_Q,
