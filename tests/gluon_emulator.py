@@ -117,6 +117,7 @@ class MBarrier:
     @staticmethod
     def init(bar: machine.Shared, count: int) -> None:
         bar.barrier().init(int(count))
+        bar.wrote()
 
     @staticmethod
     def expect(bar: machine.Shared, size: Any, pred: Any = True) -> None:

@@ -93,7 +93,8 @@ def ring(
         mbarrier.init(bars.index(FULL + i), count=1)
         mbarrier.init(bars.index(EMPTY + i), count=5 if FAULT == "an arrival too few" else 4)
     mbarrier.init(bars.index(WORDS_FULL), count=1)
-    fence_async_shared()
+    if FAULT != "no fence behind init":
+        fence_async_shared()
     warp_specialize(
         [
             (use_ring, (out_map, sum_map, row_ptr, length, a_s, b_s, out_s, sum_s, bars, FAULT, BAR_OFF)),

@@ -353,6 +353,10 @@ class Shared:
         if value.shape != self.shape or value.dtype != self.dtype:
             raise Misuse(f"a tensor {value!r} is stored to shared memory of {self.dtype} {list(self.shape)}")
         self.data[...] = value.data
+        self.wrote()
+
+    def wrote(self) -> None:
+        """Note that threads wrote here, which copies and products do not see before a fence."""
         self.unfenced[...] = True
         here().unfenced.append(self.unfenced)
 

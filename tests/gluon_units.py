@@ -89,6 +89,7 @@ def tma_load(rows: TensorMap, coord: Sequence[Any], barrier: Shared, result: Sha
         return
     partition, meeting = here(), barrier.barrier()
     meeting.check()
+    barrier.seen_by_hardware("the end of tma_load")
     corner = corner_of(rows, coord, result, "tma_load")
     found = rows.inside(corner)
 

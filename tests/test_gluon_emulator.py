@@ -102,6 +102,7 @@ FAULTS: list[tuple[Run, str, str, Sequence[bool]]] = [
     (run_ring, "no arrival", "Deadlock", [False, True]),
     (run_ring, "an arrival too few", "Deadlock", [False, True]),
     (run_ring, "no fence", "Misuse", [False, True]),
+    (run_ring, "no fence behind init", "Misuse", [False, True]),
     (run_ring, "no wait for the stores", "Misuse", [False, True]),
     (run_ring, "no mask", "IndexError", [False, True]),
     (run_chain, "words overwritten", "Deadlock", [False, True]),
@@ -147,9 +148,8 @@ def test_numbers_are_rounded_and_promoted_as_on_the_gpu() -> None:
     half, brain = third.to(gl.float16), third.to(gl.bfloat16)
     assert (float(half), float(brain)) == (0.333251953125, 0.333984375)
     assert (half * 2.0).dtype == (half + 1).dtype == gl.float16  # a number of Python's takes the tensor's type
-    assert (
-        (half * third).dtype == (half * brain).dtype == (tensor(1) + 0.5).dtype == (tensor(1) / 2).dtype == gl.float32
-    )
+    for wide in (half * third, half * brain, tensor(1) + 0.5, tensor(1) / 2):
+        assert wide.dtype == gl.float32
     assert (tensor(1) + tensor(1).to(gl.int64)).dtype == gl.int64
     assert (tensor(2) == 2).dtype == gl.int1
 
