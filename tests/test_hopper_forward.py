@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -355,6 +356,11 @@ VARIANTS = {
     "d=128 causal": Variant(case_of(128, causal=True), (128, True, 0), Taken(0, 197028)),
 }
 SLOW = {
+    "d=64 packed, window": Variant(
+        replace(case_of(64, window_left=99, window_right=9), lengths_q=(128, 100)),
+        (64, True, 0),
+        Taken(20, 164348),
+    ),
     "d=256 causal": Variant(case_of(256, causal=True), (256, True, 0), Taken(28, 196996)),
     "d=64 short": Variant(case_of(64), (64, False, 0), Taken(0, 98708)),
     "d=64 causal, short": Variant(case_of(64, causal=True), (64, True, 0), Taken(0, 164324)),

@@ -200,6 +200,4 @@ def coordinates(batch, head, base, length, row, CLIPPED: gl.constexpr):
     first one adds ``base + length``; and ``wrap`` takes 2**30 rows off again: 2**30 steps of ``2**34 - row stride``
     elements of two bytes are 2**30 rows short of a multiple of 2**64 bytes. ``backends/hopper.py`` makes the maps.
     """
-    if CLIPPED:
-        return WRAP, base + length, head, WRAP - length + row, 0
-    return batch, head, row, 0
+    return (WRAP, base + length, head, WRAP - length + row, 0) if CLIPPED else (batch, head, row, 0)
