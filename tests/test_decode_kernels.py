@@ -1,4 +1,4 @@
-"""Decoding by the Triton kernels, run on the CPU by their interpreter: every feature alone, in pairs, and at borders."""
+"""Decoding by the Triton kernels, run on the CPU by their interpreter: features alone, in pairs, and borders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tilewise.problem.cache import CacheOptions, CacheTensors
 
 pytest.importorskip("triton")
 
-from tilewise.backends import triton_decode, triton_portable
+from tilewise.backends import torch_tiled, triton_decode, triton_portable
 from tilewise.machine.tiles import Splits, Tiles
 
 pytestmark = [
@@ -109,7 +109,7 @@ def covering_calls() -> list[dict[str, int]]:
                     options = [n for n in range(len(FEATURES[name])) if fits({**call, name: n})]
                     if name == "append" and call.get("rotary"):
                         options = [n for n in options if n]
-                    call[name] = max(options, key=lambda n: (_gain({**call, name: n}, ahead), draw.random()))  # noqa: B023
+                    call[name] = max(options, key=lambda n: (_gain({**call, name: n}, ahead), draw.random()))
             if fits(call) and _gain(call, ahead) > best[0]:
                 best = _gain(call, ahead), call
         calls.append(best[1])
@@ -166,3 +166,217 @@ def test_the_calls_cover_every_pair_that_goes_together() -> None:
 )
 def test_half_precision_is_within_budget(case: Case) -> None:
     case.build("cpu", "float16").check(NAME)
+
+
+# ---- splits ---------------------------------------------------------------------------------------------------------
+
+LONG = Case("long", heads_q=2, heads_kv=1, capacity=200, lengths=(190, 1, 70), num_splits=5)
+
+
+@pytest.mark.parametrize("capacity", [190, 1000])
+@pytest.mark.parametrize("splits", [1, 2, 12])
+def test_neither_capacity_nor_splits_change_more_than_roundings(capacity: int, splits: int) -> None:
+    case = replace(LONG, capacity=capacity, num_splits=splits)
+    drawn = case.build("cpu", "float32")
+    same = LONG.build("cpu", "float32").tensors
+    k, v = (torch.full_like(x, math.nan) for x in drawn.tensors[1:3])
+    k[:, :190], v[:, :190] = same.k_cache[:, :190], same.v_cache[:, :190]
+    replace(drawn, tensors=same._replace(k_cache=k, v_cache=v)).check(NAME)
+
+
+def test_counters_are_zero_again_and_a_second_call_sees_its_own_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters: list[torch.Tensor] = []
+
+    def zeros(device: torch.device, count: int) -> torch.Tensor:
+        counters.append(torch.zeros(count, dtype=torch.int32, device=device))
+        return counters[-1]
+
+    monkeypatch.setattr(triton_decode, "_zeros", zeros)
+    drawn = LONG.build("cpu", "float32")
+    drawn.check(NAME)
+    other = replace(drawn, case=replace(LONG, lengths=(10, 0, 69)))
+    other = replace(other, tensors=drawn.tensors._replace(cache_seqlens=torch.tensor([10, 0, 69], dtype=torch.int32)))
+    other.check(NAME)
+    assert counters
+    assert not any(bool(x.any()) for x in counters)
+
+
+def rows_of(drawn: Drawn, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    case = replace(drawn.case, batch_invariant=True)
+    return replace(drawn, case=case, tensors=drawn.tensors._replace(**changes)).copy().run(NAME)
+
+
+@pytest.mark.parametrize("window", [(None, None), (25, 0)])
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_batch_invariant_bits_do_not_depend_on_the_company_of_a_row(
+    page_size: int, window: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tilewise.machine.tiles.FIXED_SPLIT", 32)
+    case = Case(
+        "company",
+        heads_q=4,
+        heads_kv=1,
+        len_q=3,
+        capacity=150,
+        lengths=(130, 3, 90),
+        window=window,
+        page_size=page_size,
+    )
+    drawn = case.build("cpu", "float32")
+    t = drawn.tensors
+    out, lse = rows_of(drawn)
+    for sequence in range(3):
+        own = slice(sequence, sequence + 1)
+        table = None if t.block_table is None else t.block_table[own]
+        caches = {} if page_size else {"k_cache": t.k_cache[own], "v_cache": t.v_cache[own]}
+        one: dict[str, Any] = {"block_table": table, **caches}
+        alone = rows_of(drawn, q=t.q[own], cache_seqlens=case_lengths(t)[own], **one)
+        assert torch.equal(alone[0], out[own])
+        assert torch.equal(alone[1], lse[own])
+        for query in range(3):  # the queries one at a time, as they were before the later keys came
+            held = case_lengths(t)[own] - (2 - query)
+            single = rows_of(drawn, q=t.q[own, query : query + 1], cache_seqlens=held, **one)
+            assert torch.equal(single[0], out[own, query : query + 1])
+            assert torch.equal(single[1], lse[own, :, query : query + 1])
+
+
+def case_lengths(tensors: CacheTensors) -> torch.Tensor:
+    assert tensors.cache_seqlens is not None
+    return tensors.cache_seqlens
+
+
+def test_the_number_of_splits_asked_for_is_taken_as_far_as_there_are_blocks() -> None:
+    problem = autograd.problem_for(LONG.build("cpu", "float32").tensors, LONG.options)
+    assert triton_decode.splits(problem, SMALL) == Splits(5)
+    many = autograd.problem_for(LONG.build("cpu", "float32").tensors, LONG.options._replace(num_splits=999))
+    assert triton_decode.splits(many, SMALL) == Splits(13)
+
+
+# ---- what only the device knows -------------------------------------------------------------------------------------
+
+
+def decode(module: Any, tensors: CacheTensors, options: CacheOptions, **wild: torch.Tensor) -> list[torch.Tensor]:
+    """Call a backend with contents that the host would refuse on a CPU and cannot read on a device."""
+    problem = autograd.problem_for(tensors, options)
+    own = tensors._replace(k_cache=tensors.k_cache.clone(), v_cache=tensors.v_cache.clone(), **wild)
+    return [*module.decode(problem, own), own.k_cache, own.v_cache]
+
+
+WILD: dict[str, tuple[Case, dict[str, torch.Tensor]]] = {
+    "tokens beyond the capacity": (
+        Case("full", new=3, lengths=(33, 0, 57)),
+        {"cache_seqlens": torch.tensor([58, 60, 59])},
+    ),
+    "tokens beyond the pages": (
+        Case("full pages", new=3, lengths=(33, 0, 57), page_size=7, capacity=60),
+        {"cache_seqlens": torch.tensor([62, 63, 61])},
+    ),
+    "lengths out of all bounds": (
+        Case("lengths", new=2, lengths=(33, 0, 57), rotary=16),
+        {"cache_seqlens": torch.tensor([10**12, -1, -(10**12)])},
+    ),
+    "pages that are not there": (
+        Case("pages", page_size=16),
+        {"block_table": torch.tensor([[10**6, 1, -5, 2], [3, 4, 5, 6], [7, 8, 9, 10**9]])},
+    ),
+    "rows and padding that are not there": (
+        Case("rows", rows=2, leftpad=(0, 0, 0)),
+        {"cache_batch_idx": torch.tensor([99, -1, 2]), "cache_leftpad": torch.tensor([-3, 10**9, 5])},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WILD)
+def test_what_the_host_cannot_check_is_held_to_the_cache_as_torch_holds_it(name: str) -> None:
+    case, wild = WILD[name]
+    drawn = case.build("cpu", "float32")
+    clean = drawn.tensors._replace(
+        k_cache=drawn.tensors.k_cache.nan_to_num(), v_cache=drawn.tensors.v_cache.nan_to_num()
+    )
+    got = decode(triton_decode, clean, case.options, **wild)
+    want = decode(torch_tiled, clean, case.options, **wild)
+    assert torch.equal(got[1].isinf(), want[1].isinf())
+    for ours, theirs in zip(got[:2], want[:2], strict=True):
+        assert torch.allclose(ours.nan_to_num(), theirs.nan_to_num(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(got[2], want[2])
+    assert torch.equal(got[3], want[3])
+
+
+# ---- layouts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_tensors_of_any_strides_are_read_and_written_where_they_lie(number: int) -> None:
+    case = Case("strided", new=2, rotary=8, leftpad=(1, 0, 2), sink="bh", alibi="h", page_size=(0, 8)[number > 0])
+    drawn = case.build("cpu", "float32", number)
+    want = drawn.copy().run("torch_tiled")
+    wide = [None if x is None else inside_nan(x) for x in drawn.tensors]
+    strided = replace(drawn, tensors=CacheTensors(*wide))  # type: ignore[arg-type]
+    got = strided.run(NAME)
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    _, right = drawn.written()
+    assert torch.equal(strided.tensors.k_cache.nan_to_num(), right.tensors.k_cache.nan_to_num())
+    assert torch.equal(strided.tensors.v_cache.nan_to_num(), right.tensors.v_cache.nan_to_num())
+
+
+def inside_nan(x: torch.Tensor) -> torch.Tensor:
+    """View data inside a wider tensor: every second element of the last axis, margins elsewhere."""
+    fill = math.nan if x.is_floating_point() else 10**6
+    wide = torch.full([*(size + 2 for size in x.shape[:-1]), 2 * x.shape[-1] + 1], fill, dtype=x.dtype)
+    view = wide[tuple(slice(1, size + 1) for size in x.shape[:-1])][..., 1::2]
+    return view.copy_(x)
+
+
+def test_one_cache_serves_a_whole_batch_by_a_stride_of_zero() -> None:
+    drawn = Case("shared", lengths=(20, 20, 20)).build("cpu", "float32")
+    t = drawn.tensors
+    one = t._replace(k_cache=t.k_cache[:1].expand_as(t.k_cache), v_cache=t.v_cache[:1].expand_as(t.v_cache))
+    replace(drawn, tensors=one).check(NAME)
+
+
+def test_only_rows_that_load_16_bytes_at_once_take_the_aligned_kernel() -> None:
+    def units(**changes: Any) -> tuple[int, int, int]:
+        drawn = Case("units", **changes).build("cpu", "float16")
+        return triton_decode._units(autograd.problem_for(drawn.tensors, drawn.case.options))
+
+    assert units() == (8, 8, 8)
+    assert units(stored="int8") == (8, 16, 16)
+    assert units(dim_qk=20) == (1, 1, 1)
+    assert units(stored="int8", dim_qk=24) == (1, 1, 1)  # 24 bytes a row
+
+
+# ---- the front door -------------------------------------------------------------------------------------------------
+
+
+def test_lse_is_left_out_where_nobody_reads_it() -> None:
+    drawn = Case("quiet").build("cpu", "float32")
+    quiet = drawn.case.options._replace(return_lse=False)
+    problem = autograd.problem_for(drawn.tensors, quiet)
+    out, lse = triton_portable.prepare_decode(problem)(drawn.tensors)
+    assert lse is None
+    assert torch.equal(out, drawn.run(NAME)[0])
+
+
+def test_the_plan_of_a_call_names_its_tiles() -> None:
+    drawn = Case("plan", len_q=7, heads_q=6).build("cpu", "float32")
+    t = drawn.tensors
+    plan = tilewise.explain(
+        tilewise.attention_with_kvcache, t.q, t.k_cache, t.v_cache, cache_seqlens=t.cache_seqlens, backend=NAME
+    )
+    assert (plan.backend, plan.tiles) == (NAME, replace(SMALL, block_q=32))  # 3 heads x 7 queries share a key head
+
+
+def test_what_it_cannot_do_it_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = Case("8 bits", stored="float8_e4m3fn").build("cpu", "float16")
+    problem = autograd.problem_for(drawn.tensors, drawn.case.options)
+    assert triton_portable.why_not(problem) is None
+    gpu = replace(problem, device="cuda:0")
+    monkeypatch.setattr(triton_portable, "_capability", lambda _: (8, 6))
+    monkeypatch.setattr(triton_decode, "_capability", lambda _: (8, 6))
+    assert "8.9 or newer; got 8.6" in (triton_portable.why_not(gpu) or "")
+    monkeypatch.setattr(triton_decode, "_capability", lambda _: "gfx942")
+    assert "other 8-bit floats" in (triton_portable.why_not(gpu) or "")
+    wide = Case("wide").build("cpu", "float64")
+    wide_problem = autograd.problem_for(wide.tensors, wide.case.options)
+    assert triton_portable.why_not(wide_problem) == "has no float64"

@@ -172,6 +172,7 @@ class Decode:
             for place, label in enumerate(CacheTensors._fields)
             if label in _VECTORS and label in problem.specs and problem.specs[label].strides != (1,)
         }
+        self._float32 = problem.dtype == "float32"  # torch's switch for tf32 may turn between calls
         self._plans: dict[tuple[bool, str], Plan] = {}
 
     def __call__(self, given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -181,7 +182,8 @@ class Decode:
         q, k, v = given[:3]
         if q is None or k is None or v is None:
             raise TypeError("a call against a cache has q, k_cache and v_cache")
-        key = ((q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0, _precision(self._problem))
+        aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+        key = aligned, _precision(self._problem) if self._float32 else "ieee"
         plan = self._plans.get(key) or self._settle(key, given)
         out, *others = self._make(plan.partial, plan.counters)
         everything = (out, *others, *given)
