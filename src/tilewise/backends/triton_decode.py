@@ -7,6 +7,7 @@ graph may hold it while lengths and pages change between replays.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -27,7 +28,7 @@ from tilewise.machine.tiles import (
     shared_memory_limit,
 )
 from tilewise.problem.cache import Cache, CacheTensors
-from tilewise.problem.problem import Problem
+from tilewise.problem.problem import Problem, Spec
 
 if TYPE_CHECKING:
     from tilewise.kernels.share import Jitted
@@ -161,8 +162,10 @@ class Decode:
 
     def __init__(self, problem: Problem, with_lse: bool) -> None:
         self._problem = problem
-        self._dtype, self._device = getattr(torch, problem.dtype), torch.device(problem.device)
+        self._device = torch.device(problem.device)
+        self._float = torch.empty(0, dtype=torch.float32, device=self._device)  # to make more of its kind
         self._out = (problem.batch, problem.len_q, problem.heads_q, problem.dim_v)
+        self._is_like_q = problem.specs["q"].shape == self._out and _is_contiguous(problem.specs["q"])
         self._lse = problem.lse_shape if with_lse else None
         turns = "rotary_cos" in problem.specs
         self._turned = (problem.batch, problem.len_q, problem.heads_q, problem.dim_qk) if turns else None
@@ -184,24 +187,23 @@ class Decode:
             raise TypeError("a call against a cache has q, k_cache and v_cache")
         aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
         key = aligned, _precision(self._problem) if self._float32 else "ieee"
-        plan = self._plans.get(key) or self._settle(key, given)
-        out, *others = self._make(plan.partial, plan.counters)
+        plan = self._plans.get(key) or self._settle(key, q, given)
+        out, *others = self._make(q, plan.partial, plan.counters)
         everything = (out, *others, *given)
         for launch, read in plan.launches:
             launch(read(everything))
         return out, others[0]
 
-    def _make(self, partial: int, counters: int) -> tuple[torch.Tensor, Maybe, Maybe, Maybe, Maybe]:
-        """Take memory for what a call writes, in the order of `_MADE`."""
-        device = self._device
-        out = torch.empty(self._out, dtype=self._dtype, device=device)
-        lse = None if self._lse is None else torch.empty(self._lse, dtype=torch.float32, device=device)
-        turned = None if self._turned is None else torch.empty(self._turned, dtype=self._dtype, device=device)
+    def _make(self, q: torch.Tensor, partial: int, counters: int) -> tuple[torch.Tensor, Maybe, Maybe, Maybe, Maybe]:
+        """Take memory for what a call writes, in the order of `_MADE`, asking in the cheapest way."""
+        out = torch.empty_like(q) if self._is_like_q else q.new_empty(self._out)
+        lse = None if self._lse is None else self._float.new_empty(self._lse)
+        turned = None if self._turned is None else q.new_empty(self._turned)
         if not counters:
             return out, lse, turned, None, None
-        return out, lse, turned, torch.empty(partial, dtype=torch.float32, device=device), _zeros(device, counters)
+        return out, lse, turned, self._float.new_empty(partial), _zeros(self._device, counters)
 
-    def _settle(self, key: tuple[bool, str], given: Sequence[torch.Tensor | None]) -> Plan:
+    def _settle(self, key: tuple[bool, str], q: torch.Tensor, given: Sequence[torch.Tensor | None]) -> Plan:
         from tilewise.kernels.triton.append import append_tokens
         from tilewise.kernels.triton.decode import attention_decode
 
@@ -209,7 +211,7 @@ class Decode:
         how, count, cells = splits(problem, sizes), _tile_count(problem, sizes), _merged_cells(problem, sizes)
         joined = how.count > 1
         partial = 2 * count * how.count * cells if joined else 0
-        made = self._make(partial, count if joined else 0)
+        made = self._make(q, partial, count if joined else 0)
         tensors = dict(zip((*_MADE, *CacheTensors._fields), (*made, *given), strict=True))
         launches = []
         if "k" in problem.specs:
@@ -430,6 +432,12 @@ def _merged_cells(problem: Problem, sizes: Tiles) -> int:
     """Count the numbers of a tile's partial result: the rows that there are, to a power of two, times dim_v."""
     rows = min(sizes.block_q, _power_of_two(problem.group * problem.len_q))
     return rows * padded_dim(problem.dim_v)
+
+
+def _is_contiguous(spec: Spec) -> bool:
+    """Say whether a tensor fills its memory in the order of its axes."""
+    dense = [math.prod(spec.shape[axis + 1 :]) for axis in range(len(spec.shape))]
+    return list(spec.strides) == dense
 
 
 def _power_of_two(n: int) -> int:
