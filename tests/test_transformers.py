@@ -305,6 +305,15 @@ def test_a_model_asked_for_probabilities_refuses() -> None:
         model(**batch("left"), output_attentions=True)
 
 
+def test_a_long_document_is_read_alike_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "long_document.py"))
+    assert example["main"](["--length", "300", "--device", "cpu", "--rounds", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("300 tokens, torch.float32, on ")
+    assert re.search(r"^tilewise +\d+\.\d+ s \(median of 1\), peak \d+ MiB beyond the model$", printed, re.MULTILINE)
+    assert "They agree within budget." in printed
+
+
 def test_the_code_of_the_page_on_switching_runs(tmp_path: Path) -> None:
     page = (Path(__file__).parents[1] / "docs" / "switch" / "transformers.md").read_text(encoding="utf-8")
     script = tmp_path / "page.py"
