@@ -54,12 +54,12 @@ class Settings(NamedTuple):
 
 def settings(problem: Problem, *, fused: bool = True) -> Settings:
     """Give the settings for a problem; ``fused`` says whether dq comes from the kernel that owns keys."""
-    widest = max(problem.dim_qk, problem.dim_v)
+    widest, plain = max(problem.dim_qk, problem.dim_v), not problem.score.softcap
     if widest > 128:
         return Settings(256, 64, 64, 2, 2, dk_from_registers=True, block_kv_of_dq=64)
-    if widest > 64:
-        return Settings(128, 64, 128, 3, 2, dk_from_registers=True, block_kv_of_dq=128)
-    if fused and not problem.score.softcap:
+    if widest > 64:  # a softcap takes the registers of dS, and those of half a tile of dq
+        return Settings(128, 64, 128, 3, 2, dk_from_registers=plain, block_kv_of_dq=128 if plain else 64)
+    if fused and plain:
         return Settings(64, 128, 128, 2, 2, dk_from_registers=False, block_kv_of_dq=128)
     # Without dq, 128 queries a block crash ptxas 12.8; beside a softcap, they take too many registers.
     return Settings(64, 64, 128, 3, 2, dk_from_registers=True, block_kv_of_dq=128)

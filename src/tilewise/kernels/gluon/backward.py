@@ -155,7 +155,6 @@ def over_queries(
     q_s, d_out_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s = tiles
     q_full, q_empty, d_out_full, d_out_empty, kv_full, ds_full = barriers
     ROWS: gl.constexpr = BLOCK_KV // 2
-    DTYPE: gl.constexpr = q_s.dtype
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC_LAYOUT, k_width=2)
     DQ_COLUMNS: gl.constexpr = DIM if BLOCK_Q == 128 else DIM // 2
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
@@ -171,7 +170,7 @@ def over_queries(
         start_of_scores(lse_s, 0, scaling[2], ROWS, S_LAYOUT),
     )
     mbarrier.wait(kv_full.index(1), 0)
-    ds_zero = gl.zeros([ROWS, BLOCK_Q], DTYPE, S_LAYOUT)  # dK is added a step late: at first there is nothing
+    ds_zero = gl.zeros([ROWS, BLOCK_Q], q_s.dtype, S_LAYOUT)  # dK is added a step late: at first there is nothing
     if DK_FROM_REGISTERS:
         ds_operand = gl.convert_layout(ds_zero, OPERAND)
     else:
