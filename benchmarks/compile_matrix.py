@@ -64,7 +64,7 @@ def softmax_cases(target: Target) -> Iterator[Case]:
 
 def attention_cases(target: Target) -> Iterator[Case]:
     """Give every kernel of attention in float16, as `tests/test_triton_compile.py` holds it to the target's limits."""
-    checks = compile_checks()
+    checks = checks_of("test_triton_compile")
     capability: Capability = target if isinstance(target, str) else divmod(target, 10)
     dim = 16 if capability == (7, 5) else 64  # without tensor cores a product is unrolled, which takes its time
     for kernel in checks.KERNELS:
@@ -78,19 +78,35 @@ def attention_cases(target: Target) -> Iterator[Case]:
         yield Case(f"{kernel} fp16 d={dim}", build)
 
 
+def decode_cases(target: Target) -> Iterator[Case]:
+    """Give the kernels of decoding in float16, as `tests/test_decode_compile.py` holds them to the target's limits."""
+    checks = checks_of("test_decode_compile")
+    capability: Capability = target if isinstance(target, str) else divmod(target, 10)
+    for name, case in checks.CASES.items():
+        for kernel in ("attention_decode", "append_tokens") if case.new else ("attention_decode",):
+
+            def build(case: object = case, kernel: str = kernel) -> Compiled:
+                with pytest.MonkeyPatch.context() as patch:
+                    launch = checks.launches(case, "float16", capability, patch)[kernel]
+                    compiled: Compiled = checks.compiled(launch, capability)
+                return compiled
+
+            yield Case(f"{kernel} fp16 d=64 {name}", build)
+
+
 @cache
-def compile_checks() -> ModuleType:
-    """Load the tests that catch what the backend would launch."""
-    spec = importlib.util.spec_from_file_location("compile_checks", ROOT / "tests" / "test_triton_compile.py")
+def checks_of(name: str) -> ModuleType:
+    """Load the tests that catch what a backend would launch."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / f"{name}.py")
     if spec is None or spec.loader is None:
         raise FileNotFoundError("this script needs the tests beside it")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["compile_checks"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-CASES = (softmax_cases, attention_cases)
+CASES = (softmax_cases, attention_cases, decode_cases)
 
 
 def measure(case: Case, target: Target) -> dict[str, object]:
