@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("triton")
 
 import tilewise
-from tilewise import autograd
+from tilewise import recall
 from tilewise.backends import launch, triton_portable
 from tilewise.backends.compile import Binary
 
@@ -78,10 +78,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(triton_portable, "_interpreting", lambda: True)
     monkeypatch.setattr(triton_portable, "_capability", lambda _: (9, 0))
     triton_portable._forward.cache_clear()
-    autograd._prepared.clear()
+    recall.forget()
     yield recorder
     triton_portable._forward.cache_clear()
-    autograd._prepared.clear()
+    recall.forget()
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -183,11 +183,11 @@ def test_what_changes_the_answer_is_never_taken_from_memory(driver: Recorder, mo
 @pytest.mark.compile
 def test_a_seed_is_drawn_anew_in_every_call(driver: Recorder) -> None:
     q = half(1, 2, 64, 64)
-    autograd._prepared.clear()
+    recall.forget()
     for _ in range(2):
         tilewise.attention(q, q, q, dropout=0.1, backend=NAME)
     assert len(driver.launches) == 2
-    assert not autograd._prepared
+    assert not recall._prepared
     for seed in (torch.tensor([3]), torch.tensor([4])):
         tilewise.attention(q, q, q, dropout=0.1, seed=seed, backend=NAME)
         assert seed.data_ptr() in addresses(driver, 6)

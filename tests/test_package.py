@@ -28,6 +28,7 @@ ROWS = (
     ("testing",),
     ("api",),
     ("autograd", "autograd_softmax"),
+    ("recall",),
     ("arguments",),
     ("dispatch",),
     ("reference",),

@@ -23,6 +23,7 @@ from tilewise.backends import torch_ops
 from tilewise.dispatch import use_backend
 from tilewise.problem.cache import CacheOptions, CacheTensors
 from tilewise.problem.problem import Options, Tensors, fail, mismatch
+from tilewise.recall import recall
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -114,15 +115,16 @@ def attention(
     >>> out.shape, bool((out - expected).abs().max() < 1e-5)
     (torch.Size([1, 4, 100, 64]), True)
     """
-    left, right = sides(window)
     given = (q, k, v, bias, mask, sink, alibi_slopes, kv_start, kv_stop, None, None, None, seed)
-    options = Options(
-        causal, left, right, align, scale, softcap or 0.0, dropout, deterministic, return_lse, layout, backend=backend
-    )
-    like, results = autograd.recall(given, options)
+    wanted = ("dense", causal, window, align, scale, softcap, dropout, deterministic, return_lse, layout, backend)
+    like, results = recall(given, wanted)
     if results is not None:
         return results if return_lse else results[0]  # type: ignore[return-value]  # an lse that was asked for
     check_tensors(q=q, k=k, v=v, bias=bias, mask=mask, sink=sink, alibi_slopes=alibi_slopes)
+    left, right = sides(window)
+    options = Options(
+        causal, left, right, align, scale, softcap or 0.0, dropout, deterministic, return_lse, layout, backend=backend
+    )
     q, k, v = autocast(q, k, v)
     if layout == "bshd":
         check_rank(4, q=q, k=k, v=v)
@@ -221,21 +223,25 @@ def attention_varlen(
     >>> bool((out[:3] - first[0]).abs().max() < 1e-5)
     True
     """
-    left, right = sides(window)
     given = (
         q, k, v, bias, None, sink, alibi_slopes, None, None, cu_seqlens_q, cu_seqlens_k, block_table, seed,
     )  # fmt: skip
     max_seqlen_q = None if isinstance(max_seqlen_q, torch.Tensor) else max_seqlen_q
     max_seqlen_k = None if isinstance(max_seqlen_k, torch.Tensor) else max_seqlen_k
-    options = Options(
-        causal, left, right, align, scale, softcap or 0.0, dropout, deterministic, return_lse, "bhsd",
-        max_seqlen_q, max_seqlen_k, backend,
+    wanted = (
+        "packed", causal, window, align, scale, softcap, dropout, deterministic, return_lse, max_seqlen_q, max_seqlen_k,
+        backend,
     )  # fmt: skip
-    like, results = autograd.recall(given, options)
+    like, results = recall(given, wanted)
     if results is not None:
         return results if return_lse else results[0]  # type: ignore[return-value]  # an lse that was asked for
     check_tensors(q=q, k=k, v=v, bias=bias, sink=sink, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q)
     check_tensors(cu_seqlens_k=cu_seqlens_k, block_table=block_table)
+    left, right = sides(window)
+    options = Options(
+        causal, left, right, align, scale, softcap or 0.0, dropout, deterministic, return_lse, "bhsd",
+        max_seqlen_q, max_seqlen_k, backend,
+    )  # fmt: skip
     q, k, v = autocast(q, k, v)
     tensors = Tensors(
         q=q,
@@ -338,6 +344,17 @@ def attention_with_kvcache(
     >>> torch.equal(k_cache[:, :1], k), bool((out[0, 0, 0] - v[0, 0, 0]).abs().max() < 1e-6)
     (True, True)
     """
+    given = (
+        q, k_cache, v_cache, k, v, cache_seqlens, block_table, cache_batch_idx, cache_leftpad, k_scale, v_scale,
+        rotary_cos, rotary_sin, sink, alibi_slopes,
+    )  # fmt: skip
+    wanted = (
+        "cache", rotary_interleaved, num_splits, batch_invariant, causal, window, align, scale, softcap, return_lse,
+        layout, backend,
+    )  # fmt: skip
+    like, results = recall(given, wanted)
+    if results is not None:
+        return results if return_lse else results[0]  # type: ignore[return-value]  # an lse that was asked for
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sink=sink, alibi_slopes=alibi_slopes)
     check_tensors(block_table=block_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     check_tensors(k_scale=k_scale, v_scale=v_scale, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
@@ -350,42 +367,16 @@ def attention_with_kvcache(
             k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     elif layout != "bshd":
         raise fail('layout must be "bhsd" or "bshd"', repr(layout), "Name the order of q's axes")
-    tensors = CacheTensors(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        k=k,
-        v=v,
-        cache_seqlens=lengths_tensor(cache_seqlens, q),
-        block_table=block_table,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        sink=sink,
-        alibi_slopes=alibi_slopes,
-    )
     left, right = sides(window)
+    tensors = CacheTensors(q, k_cache, v_cache, k, v, lengths_tensor(cache_seqlens, q), *given[6:])
     options = CacheOptions(
-        rotary_interleaved=rotary_interleaved,
-        num_splits=num_splits,
-        batch_invariant=batch_invariant,
-        causal=causal,
-        window_left=left,
-        window_right=right,
-        align=align,
-        scale=scale,
-        softcap=softcap or 0.0,
-        return_lse=return_lse,
-        layout=layout,
-        backend=backend,
-    )
+        rotary_interleaved, num_splits, batch_invariant, causal, left, right, align, scale, softcap or 0.0, return_lse,
+        layout, backend,
+    )  # fmt: skip
     length = cache_seqlens if isinstance(cache_seqlens, (int, torch.SymInt)) else None
-    out, lse = autograd.call_cache(tensors, options, length)
+    out, lse = autograd.call_cache(tensors, options, length, like)
     out = out.transpose(1, 2) if layout == "bhsd" else out
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse else out  # type: ignore[return-value]  # as above
 
 
 def merge(

@@ -9,11 +9,10 @@ Importing this file registers them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd import forward_ad
 
 from tilewise import dispatch
 from tilewise.arguments import refuse_jvp
@@ -21,6 +20,7 @@ from tilewise.backends.outputs import empty_lse, empty_out
 from tilewise.backends.torch_double_backward import double_backward
 from tilewise.problem.cache import CacheOptions, CacheTensors, check_cache_contents, describe_cache
 from tilewise.problem.problem import Grads, Needs, Options, Problem, Spec, Tensors, check_contents, describe
+from tilewise.recall import ORDINARY, OutAndPerhapsLse, Prepared, in_transform, is_watched, remember
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -48,8 +48,6 @@ N_TENSORS, N_OPTIONS = len(Tensors._fields), len(Options._fields)
 DIFFERENTIABLE = tuple(Tensors._fields.index(name) for name in ("q", "k", "v", "bias", "sink"))
 
 Results = tuple[torch.Tensor, torch.Tensor]  # out and lse
-OutAndPerhapsLse = tuple[torch.Tensor, "torch.Tensor | None"]  # lse where it was asked for, at the least
-_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 _problems: dict[object, Problem] = {}
 _PROBLEMS_KEPT = 4096
@@ -167,7 +165,7 @@ class _Eager(torch.autograd.Function):
         ctx: FunctionCtx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         """Differentiate; through the operator where a second derivative may follow."""
-        differentiate = _call_backward if torch.is_grad_enabled() or _is_watched() else _backward
+        differentiate = _call_backward if torch.is_grad_enabled() or is_watched() else _backward
         return (*_gradients(ctx, d_out, d_lse, differentiate), None)
 
 
@@ -310,13 +308,6 @@ def _call_backward(*args: object) -> tuple[torch.Tensor, ...]:
     return result
 
 
-def in_transform() -> bool:
-    """Say whether torch.func is at work outside a compiled graph; torch has no public question for it."""
-    if torch.compiler.is_compiling():
-        return False
-    return _transform() is not None
-
-
 _library.impl("attention", _forward, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 _library.impl("attention_with_kvcache", _cache, "CompositeExplicitAutograd")
@@ -336,60 +327,10 @@ torch.library.register_vmap(
 # ---- calling --------------------------------------------------------------------------------------------------------
 
 
-_prepared: dict[object, dispatch.Prepared] = {}
-_NO_OTHERS: list[object] = [None] * (N_TENSORS - 3)
-_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001  # no public question for either
-_transform = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
-
-
-def recall(given: tuple[object, ...], options: Options) -> tuple[object, OutAndPerhapsLse | None]:
-    """Run a call at once where one like it went before: a backend then has all prepared that does not change.
-
-    Args:
-        given: what the user gave as tensors, in the order of `Tensors`.
-        options: what the user asked for beside it.
-
-    Returns:
-        What the call is like, and its results if one like it was met; None and None where it must go the whole way,
-        since something watches it, wants a gradient, or is given in another form than as a tensor.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or _modes()
-        or _transform() is not None
-        or forward_ad._current_level >= 0  # noqa: SLF001  # no public question for any of these
-        or dispatch.explaining.get()
-        or torch._C._is_any_autocast_enabled()  # noqa: SLF001
-    ):
-        return None, None
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    q, k, v, *others = given  # type: ignore[assignment]  # what else they may be, the next lines refuse
-    grad = torch.is_grad_enabled()
-    for x in (q, k, v) if others == _NO_OTHERS else given:
-        if x is not None and (type(x) not in _ORDINARY or (grad and x.requires_grad)):  # type: ignore[attr-defined]
-            return None, None
-    try:  # written out, since this is most of what the host does for a call
-        like: tuple[object, ...] = (
-            options, options.backend or dispatch.requested(),
-            q.shape, q.stride(), q.dtype, q.device,
-            k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device,
-        )  # fmt: skip
-        if others != _NO_OTHERS:
-            for x in others:
-                like += (None if x is None else (x.shape, x.stride(), x.dtype, x.device),)  # type: ignore[attr-defined]
-    except RuntimeError:  # nested and sparse tensors have no strides
-        return None, None
-    prepared = _prepared.get(like)
-    return like, None if prepared is None else prepared(given)  # type: ignore[arg-type]  # tensors, by now
-
-
 def call(tensors: Tensors, options: Options, like: object = None) -> OutAndPerhapsLse:
     """Run a call, through the operator where something must see it: a gradient, a transform, a mode or a tracer.
 
-    ``like`` is what `recall` gave: where not None, calls that are like this one need not come here again.
+    ``like`` is what `tilewise.recall` gave: where not None, calls that are like this one need not come here again.
     """
     if not torch.compiler.is_compiling():
         options = options._replace(backend=options.backend or dispatch.requested())
@@ -398,9 +339,9 @@ def call(tensors: Tensors, options: Options, like: object = None) -> OutAndPerha
         refuse_jvp(tensors)
         if _is_plain(tensors):
             return _plain(problem_for(tensors, options), tensors, options, like)
-        if not _is_watched():  # below, the schema would judge types, and the body would see no gradient
+        if not is_watched():  # below, the schema would judge types, and the body would see no gradient
             problem_for(tensors, options)
-            if all(x is None or type(x) in _ORDINARY for x in tensors):
+            if all(x is None or type(x) in ORDINARY for x in tensors):
                 eager: Results = _Eager.apply(*tensors, options)  # type: ignore[no-untyped-call]
                 return eager
     forward = _Functional.apply if in_transform() else torch.ops.tilewise.attention
@@ -413,15 +354,15 @@ def _plain(problem: Problem, tensors: Tensors, options: Options, like: object) -
     prepared = dispatch.prepared(problem, options.backend)
     if prepared is None:
         return dispatch.forward(problem, tensors, options.backend)
-    if like is not None and not (problem.device == "cpu" and _host_read(tensors)):
-        if len(_prepared) >= _PROBLEMS_KEPT:
-            _prepared.clear()
-        _prepared[like] = prepared
+    if not (problem.device == "cpu" and _host_read(tensors)):
+        remember(like, prepared)
     out, lse = prepared(tensors)
     return (out.transpose(1, 2) if options.layout == "bshd" else out), lse
 
 
-def call_cache(tensors: CacheTensors, options: CacheOptions, length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def call_cache(
+    tensors: CacheTensors, options: CacheOptions, length: int | None, like: object = None
+) -> OutAndPerhapsLse:
     """Run a decoding call likewise; ``length`` is what the caller gave as an int for all of cache_seqlens."""
     if not torch.compiler.is_compiling():
         options = options._replace(backend=options.backend or dispatch.requested())
@@ -432,19 +373,29 @@ def call_cache(tensors: CacheTensors, options: CacheOptions, length: int | None)
             raise dispatch.Explained(dispatch.plan(problem, options.backend))
         refuse_jvp(tensors)
         if _is_plain(tensors):
-            return dispatch.decode(problem, tensors, options.backend)
+            prepared = dispatch.prepared(problem, options.backend)
+            if prepared is None:
+                return dispatch.decode(problem, tensors, options.backend)
+            if not (problem.device == "cpu" and _host_read(tensors)):
+                remember(like, _turned(prepared) if options.layout == "bhsd" else prepared)
+            return prepared(tensors)
     result: tuple[torch.Tensor, torch.Tensor] = torch.ops.tilewise.attention_with_kvcache(*tensors, *options)
     return result
 
 
+def _turned(prepared: Prepared) -> Prepared:
+    """Give out as (batch, heads, len, dim): prepared decoding gives (batch, len, heads, dim)."""
+
+    def run(given: Sequence[torch.Tensor | None]) -> OutAndPerhapsLse:
+        out, lse = prepared(given)
+        return out.transpose(1, 2), lse
+
+    return run
+
+
 def _is_plain(tensors: Tensors | CacheTensors) -> bool:
     """Say whether the call can skip the operator: ordinary tensors, no gradient, no transform and no mode."""
-    if _is_watched():
+    if is_watched():
         return False
     grad = torch.is_grad_enabled()
-    return not any(x is not None and (type(x) not in _ORDINARY or (grad and x.requires_grad)) for x in tensors)
-
-
-def _is_watched() -> bool:
-    """Say whether a dispatch mode or a transform sees the call."""
-    return bool(_modes()) or in_transform()
+    return not any(x is not None and (type(x) not in ORDINARY or (grad and x.requires_grad)) for x in tensors)

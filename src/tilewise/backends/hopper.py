@@ -6,7 +6,6 @@ is computed stands in ``kernels/gluon``.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
+from tilewise.backends.counters import zeros
+from tilewise.backends.extents import clip, contiguous, entries, is_bshd, tile_count
 from tilewise.machine.detect import detect
 from tilewise.machine.tiles import Tiles
 from tilewise.problem.blocks import block_ranges
@@ -94,7 +95,7 @@ def _why_not_shape(problem: Problem) -> str | None:
             rows = _rows_of_entry(problem, label)
             if rows is None or (problem.batch - 1) * rows + problem.len_kv >= MOST_ROWS:
                 return f"needs batch entries of {label} a whole number of rows apart, at most {MOST_ROWS} rows in all"
-    if _tile_count(problem, GROUP_ROWS * 2) * problem.heads_q * _entries(problem) >= MOST_ROWS:
+    if tile_count(problem, problem.total_q, GROUP_ROWS * 2) * problem.heads_q * entries(problem) >= MOST_ROWS:
         return "has too many tiles for one launch"
     return None
 
@@ -200,7 +201,7 @@ def forward(problem: Problem, tensors: Tensors, chosen: Settings | None = None) 
     """Compute out and lse of a dense or varlen problem; the tuner names the settings, others take the table's."""
     out, lse = _forward(problem, chosen, True)(tensors)
     assert lse is not None  # noqa: S101 - it was asked for
-    return (out.transpose(1, 2) if _is_bshd(problem) else out), lse
+    return (out.transpose(1, 2) if is_bshd(problem) else out), lse
 
 
 def prepare(problem: Problem) -> Forward:
@@ -238,9 +239,9 @@ class Forward:
     def __init__(self, problem: Problem, chosen: Settings, with_lse: bool) -> None:
         self._problem, self._settings, self._with_lse = problem, chosen, with_lse
         shape = problem.out_shape
-        self._out = _contiguous((shape[0], shape[2], shape[1], shape[3]) if _is_bshd(problem) else shape)
-        self._is_like_q = problem.specs["q"][:2] == self._out and not _is_bshd(problem)
-        self._lse = _contiguous(problem.lse_shape)
+        self._out = contiguous((shape[0], shape[2], shape[1], shape[3]) if is_bshd(problem) else shape)
+        self._is_like_q = problem.specs["q"][:2] == self._out and not is_bshd(problem)
+        self._lse = contiguous(problem.lse_shape)
         self._dtype, self._device = getattr(torch, problem.dtype), torch.device(problem.device)
         self._by_counter = chosen.schedule == "dynamic"
         read = {label: x for label, x in _READ.items() if x in problem.specs}
@@ -268,7 +269,7 @@ class Forward:
             lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=self._device)
             given.append(lse)
         if self._by_counter:
-            given.append(counter(q.get_device()))
+            given.append(zeros(self._device))
         if self._read_of is not None:
             given += self._read_of(tensors)[:-1]
         given += out, q, k, v
@@ -296,15 +297,6 @@ _READ = {
 }  # fmt: skip
 
 
-def _is_bshd(problem: Problem) -> bool:
-    return problem.kind == "dense" and problem.layout == "bshd"
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Give a shape and the strides of memory that is filled in its order."""
-    return shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
 def moved_to_16_bytes(x: torch.Tensor) -> torch.Tensor:
     """Copy a tensor whose address the copy engine cannot take, with its strides; give others as they are."""
     return (
@@ -312,22 +304,6 @@ def moved_to_16_bytes(x: torch.Tensor) -> torch.Tensor:
         if x.data_ptr() % 16 == 0
         else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
     )
-
-
-def counter(device: int) -> torch.Tensor:
-    """Give a counter of tiles that is 0, of the device's current stream.
-
-    Each launch leaves it at 0, and launches on one stream follow one another. A graph may be replayed on any stream, so
-    each launch that is captured has its own.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
-    return _counter(device, torch.cuda.current_stream(device).cuda_stream)
-
-
-@cache
-def _counter(device: int, stream: int) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
@@ -345,8 +321,8 @@ def arguments(
     score, band = problem.score, problem.mask.band
     clipped, packed = _is_clipped(problem), problem.kind == "varlen"
     dim_qk, dim_v = padded(problem.dim_qk), padded(problem.dim_v)
-    count = _tile_count(problem, chosen.groups * GROUP_ROWS)
-    heads = problem.heads_q * _entries(problem)
+    count = tile_count(problem, problem.total_q, chosen.groups * GROUP_ROWS)
+    heads = problem.heads_q * entries(problem)
     specs = problem.specs
     boxes = {
         "q": (specs["q"], GROUP_ROWS, dim_qk, packed),
@@ -372,8 +348,8 @@ def arguments(
         "len_q": problem.total_q,
         "len_kv": problem.total_kv,
         "offset": band.offset(problem.len_q, problem.len_kv),
-        "left": _clip(band.left, problem),
-        "right": _clip(band.right, problem),
+        "left": clip(band.left, problem),
+        "right": clip(band.right, problem),
         "scale": max(abs(score.scale), 1e-30),
         "softcap": score.softcap or None,
         "GROUPS": chosen.groups,
@@ -426,10 +402,10 @@ def tensor_map(spec: Spec, rows: int, dim: int, clipped: bool) -> TensorMap:
 def _out_spec(problem: Problem) -> Spec:
     """Describe out: contiguous in the user's order of axes."""
     shape = problem.out_shape
-    if _is_bshd(problem):
-        _, (batch, row, head, dim) = _contiguous((shape[0], shape[2], shape[1], shape[3]))
+    if is_bshd(problem):
+        _, (batch, row, head, dim) = contiguous((shape[0], shape[2], shape[1], shape[3]))
         return Spec(shape, (batch, head, row, dim), problem.dtype, problem.device)
-    return Spec(*_contiguous(shape), problem.dtype, problem.device)
+    return Spec(*contiguous(shape), problem.dtype, problem.device)
 
 
 def _is_clipped(problem: Problem) -> bool:
@@ -455,21 +431,5 @@ def _rows_of_entry(problem: Problem, label: str) -> int | None:
 def _section(problem: Problem) -> int:
     """Give the number of heads, over the whole batch, whose keys and values stay in the L2 cache together."""
     size = 2 * problem.len_kv * (problem.dim_qk + problem.dim_v)
-    heads = problem.heads_q * _entries(problem)
+    heads = problem.heads_q * entries(problem)
     return max(1, min(heads, L2_SECTION // size * problem.group))
-
-
-def _clip(side: int | None, problem: Problem) -> int | None:
-    """Hold a side of the band to what no query and key of the problem can exceed, so that sums stay within int32."""
-    most = problem.total_q + problem.total_kv
-    return None if side is None else max(-most, min(side, most))
-
-
-def _tile_count(problem: Problem, block_q: int) -> int:
-    """Count the tiles of a head. The host never reads packed sequences' lengths: each may end in a part of a tile."""
-    return -(-problem.total_q // block_q) + (problem.batch if problem.kind == "varlen" else 0)
-
-
-def _entries(problem: Problem) -> int:
-    """Count the entries along the batch axis as the kernels see it: packed sequences are one."""
-    return 1 if problem.kind == "varlen" else problem.batch

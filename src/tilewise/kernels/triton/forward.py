@@ -112,7 +112,7 @@ def attention_forward(
     """
     PACKED: tl.constexpr = cu_q_ptr is not None
     BARE: tl.constexpr = mask_ptr is None
-    HEAD_MASKED: tl.constexpr = left is not None or kv_start_ptr is not None or mask_ptr is not None
+    HEAD_MASKED: tl.constexpr = left is not None or kv_start_ptr is not None or not BARE
     program = tl.program_id(0)
     tile = tiles - 1 - program % tiles  # late queries see most keys when causal: longest first
     head = program // tiles % heads
@@ -129,7 +129,6 @@ def attention_forward(
     kv_start, kv_stop = key_range(sequence, kv_start_ptr, kv_stop_ptr, len_kv, left, right)
     place = (len_q, kv_start, kv_stop, offset)
     edges, seen = key_blocks(q_start, place, left, right, BLOCK_Q, BLOCK_KV, BARE)
-
     q = base_of(q_ptr, sequence, head, q_base, q_batch_stride, q_head_stride, q_row_stride, UNIT)
     k = base_of(k_ptr, sequence, head // group, kv_base, k_batch_stride, k_head_stride, k_row_stride, UNIT)
     v = base_of(v_ptr, sequence, head // group, kv_base, v_batch_stride, v_head_stride, v_row_stride, UNIT)
@@ -145,9 +144,9 @@ def attention_forward(
     drop = () if seed_ptr is None else (tl.load(seed_ptr), dropout, head, sequence)
 
     q_pos = (q_start + tl.arange(0, BLOCK_Q))[:, None]
-    q = load_rows((q, q_row_stride, q_dim_stride), q_start, 0, len_q, DIM_QK, BLOCK_Q, BLOCK_DIM_QK, True, UNIT)
     # The sign goes to q, exactly, so that row_max may compare before scaling; and 0 * -inf must not be. Whether there
     # is one is known at compile time: arithmetic on q would keep the products from reading it in shared memory.
+    q = load_rows((q, q_row_stride, q_dim_stride), q_start, 0, len_q, DIM_QK, BLOCK_Q, BLOCK_DIM_QK, True, UNIT)
     q = -q if NEGATIVE else q
     factor = tl.maximum(tl.abs(scale), 1e-30)
     state = fresh_state(BLOCK_Q, BLOCK_DIM_V)
