@@ -11,6 +11,7 @@ find most mistakes:
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import threading
@@ -275,8 +276,8 @@ class Block:
                 labels = [f"{label} of array {len(self.barriers)}" for label in labels]
             slots = np.array([Barrier(label) for label in labels], dtype=object).reshape(shape)
             self.barriers.append(slots)
-            return Shared(slots, np.zeros(shape, dtype=np.bool_), dtype, layout)
-        memory = Shared(poison(shape, dtype), np.zeros(shape, dtype=np.bool_), dtype, layout)
+            return Shared(slots, Notes(shape), dtype, layout)
+        memory = Shared(poison(shape, dtype), Notes(shape), dtype, layout)
         if value is not None:
             memory.store(value)
         return memory
@@ -306,11 +307,23 @@ class Block:
                 raise Misuse(f"named barrier {named.number} ends with {named.arrived} threads that nobody meets")
 
 
-class Shared:
-    """A tile of shared memory, or part of one: views look at the same numbers, and at who has yet to fence them."""
+class Notes:
+    """What is known of each number in shared memory: written and not fenced since; a load into it under way."""
 
-    def __init__(self, data: Array, unfenced: Array, dtype: DType, layout: object) -> None:
-        self.data, self.unfenced, self.dtype, self.layout = data, unfenced, dtype, layout
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.unfenced, self.loading = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
+
+    def view(self, change: Callable[[Array], Array]) -> Notes:
+        seen = copy.copy(self)
+        seen.unfenced, seen.loading = change(self.unfenced), change(self.loading)
+        return seen
+
+
+class Shared:
+    """A tile of shared memory, or part of one: views look at the same numbers, and at the same notes about them."""
+
+    def __init__(self, data: Array, notes: Notes, dtype: DType, layout: object) -> None:
+        self.data, self.notes, self.dtype, self.layout = data, notes, dtype, layout
 
     @property
     def type(self) -> Shared:
@@ -321,10 +334,10 @@ class Shared:
         return self.data.shape
 
     def view(self, change: Callable[[Array], Array]) -> Shared:
-        data, unfenced = change(self.data), change(self.unfenced)
+        data = change(self.data)
         if not np.shares_memory(data, self.data):
             raise Misuse(f"shared memory of shape {self.shape} cannot be seen this way without being copied")
-        return Shared(data, unfenced, self.dtype, self.layout)
+        return Shared(data, self.notes.view(change), self.dtype, self.layout)
 
     def index(self, number: Any) -> Shared:
         place = int(number)
@@ -352,17 +365,19 @@ class Shared:
         switch()
         if value.shape != self.shape or value.dtype != self.dtype:
             raise Misuse(f"a tensor {value!r} is stored to shared memory of {self.dtype} {list(self.shape)}")
+        if self.notes.loading.any():
+            raise Misuse("shared memory is stored to while a load into it is under way")
         self.data[...] = value.data
         self.wrote()
 
     def wrote(self) -> None:
         """Note that threads wrote here, which copies and products do not see before a fence."""
-        self.unfenced[...] = True
-        here().unfenced.append(self.unfenced)
+        self.notes.unfenced[...] = True
+        here().unfenced.append(self.notes.unfenced)
 
     def seen_by_hardware(self, what: str) -> None:
         """Hold what a copy or a product works on to having been fenced since a thread wrote to it."""
-        if self.unfenced.any():
+        if self.notes.unfenced.any():
             raise Misuse(f"{what} works on shared memory that was stored to with no fence_async_shared since")
 
     def barrier(self) -> Barrier:

@@ -95,6 +95,7 @@ def tma_load(rows: TensorMap, coord: Sequence[Any], barrier: Shared, result: Sha
 
     def arrive() -> None:
         result.data[...] = 0
+        result.notes.loading[...] = False
         if found is not None:
             memory, place = found
             result.data[place] = to_numpy(memory)
@@ -104,6 +105,9 @@ def tma_load(rows: TensorMap, coord: Sequence[Any], barrier: Shared, result: Sha
         arrive()
     else:
         result.data[...] = poison((1,), result.dtype)
+        if result.notes.loading.any():
+            raise Misuse("tma_load into shared memory into which another load is under way")
+        result.notes.loading[...] = True
         partition.scheduler.copies.append((partition, arrive))
     switch()
 
