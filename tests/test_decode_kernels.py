@@ -17,6 +17,7 @@ import tilewise
 from tilewise import autograd
 from tilewise.bench.decoding import Case, Drawn
 from tilewise.problem.cache import CacheOptions, CacheTensors
+from tilewise.recall import forget
 
 pytest.importorskip("triton")
 
@@ -41,8 +42,10 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let a hundred keys be several blocks, and give no split back that was settled with other tiles."""
     monkeypatch.setattr(triton_decode, "default_tiles", lambda *_: SMALL)
     triton_decode._prepared.cache_clear()
+    forget()
     yield
     triton_decode._prepared.cache_clear()
+    forget()
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +194,7 @@ def test_counters_are_zero_again_and_a_second_call_sees_its_own_lengths(monkeypa
         counters.append(torch.zeros(count, dtype=torch.int32, device=device))
         return counters[-1]
 
-    monkeypatch.setattr(triton_decode, "_zeros", zeros)
+    monkeypatch.setattr(triton_decode, "zeros", zeros)
     drawn = LONG.build("cpu", "float32")
     drawn.check(NAME)
     other = replace(drawn, case=replace(LONG, lengths=(10, 0, 69)))
@@ -353,7 +356,7 @@ def test_lse_is_left_out_where_nobody_reads_it() -> None:
     drawn = Case("quiet").build("cpu", "float32")
     quiet = drawn.case.options._replace(return_lse=False)
     problem = autograd.problem_for(drawn.tensors, quiet)
-    out, lse = triton_portable.prepare_decode(problem)(drawn.tensors)
+    out, lse = triton_portable.prepare(problem)(drawn.tensors)
     assert lse is None
     assert torch.equal(out, drawn.run(NAME)[0])
 

@@ -7,7 +7,6 @@ graph may hold it while lengths and pages change between replays.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 
+from tilewise.backends.counters import zeros
+from tilewise.backends.extents import clip, contiguous
 from tilewise.machine.detect import detect
 from tilewise.machine.tiles import (
     FIXED_SPLIT,
@@ -28,7 +29,7 @@ from tilewise.machine.tiles import (
     shared_memory_limit,
 )
 from tilewise.problem.cache import Cache, CacheTensors
-from tilewise.problem.problem import Problem, Spec
+from tilewise.problem.problem import Problem
 
 if TYPE_CHECKING:
     from tilewise.kernels.share import Jitted
@@ -165,7 +166,7 @@ class Decode:
         self._device = torch.device(problem.device)
         self._float = torch.empty(0, dtype=torch.float32, device=self._device)  # to make more of its kind
         self._out = (problem.batch, problem.len_q, problem.heads_q, problem.dim_v)
-        self._is_like_q = problem.specs["q"].shape == self._out and _is_contiguous(problem.specs["q"])
+        self._is_like_q = problem.specs["q"][:2] == contiguous(self._out)
         self._lse = problem.lse_shape if with_lse else None
         turns = "rotary_cos" in problem.specs
         self._turned = (problem.batch, problem.len_q, problem.heads_q, problem.dim_qk) if turns else None
@@ -201,7 +202,7 @@ class Decode:
         turned = None if self._turned is None else q.new_empty(self._turned)
         if not counters:
             return out, lse, turned, None, None
-        return out, lse, turned, self._float.new_empty(partial), _zeros(self._device, counters)
+        return out, lse, turned, self._float.new_empty(partial), zeros(self._device, counters)
 
     def _settle(self, key: tuple[bool, str], q: torch.Tensor, given: Sequence[torch.Tensor | None]) -> Plan:
         from tilewise.kernels.triton.append import append_tokens
@@ -224,29 +225,6 @@ class Decode:
             _settled(attention_decode, count * how.count, arguments, _launch_options(sizes), tensors, reads)
         )
         return self._plans.setdefault(key, Plan(launches, partial, count if joined else 0))
-
-
-_arrivals: dict[tuple[int, int], torch.Tensor] = {}
-
-
-def _zeros(device: torch.device, count: int) -> torch.Tensor:
-    """Give counters that are zero; the kernel leaves them so.
-
-    Calls on one stream follow one another and share theirs. A graph has its own, and sets them to zero when it is
-    replayed: graphs that were captured on one stream may run on several.
-    """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    stream = device.index, _raw_stream(device.index)
-    counters = _arrivals.get(stream)
-    if counters is None or counters.numel() < count:
-        counters = _arrivals[stream] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
-    return counters
-
-
-def _raw_stream(device: int) -> int:
-    """Give the handle of torch's current stream, without making an object of it."""
-    return torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
@@ -300,8 +278,8 @@ def _decode_arguments(problem: Problem, sizes: Tiles, how: Splits, aligned: bool
         "len_q": problem.len_q,
         "capacity": held.capacity,
         "appended": held.appended,
-        "left": _clip(band.left, problem),
-        "right": _clip(band.right, problem),
+        "left": clip(band.left, problem),
+        "right": clip(band.right, problem),
         "scale": score.scale,
         "softcap": score.softcap or None,
         **_dims(problem),
@@ -418,12 +396,6 @@ def _per_head(problem: Problem, label: str, name: str) -> Arguments:
     return {f"{label}_batch_stride": batch, f"{label}_head_stride": head}
 
 
-def _clip(side: int | None, problem: Problem) -> int | None:
-    """Hold a side of the band to what no query and key can exceed, so that sums stay within int32."""
-    most = problem.len_q + _cache(problem).capacity
-    return None if side is None else max(-most, min(side, most))
-
-
 def _tile_count(problem: Problem, sizes: Tiles) -> int:
     return problem.batch * problem.heads_kv * _row_tiles(problem, sizes)
 
@@ -432,12 +404,6 @@ def _merged_cells(problem: Problem, sizes: Tiles) -> int:
     """Count the numbers of a tile's partial result: the rows that there are, to a power of two, times dim_v."""
     rows = min(sizes.block_q, _power_of_two(problem.group * problem.len_q))
     return rows * padded_dim(problem.dim_v)
-
-
-def _is_contiguous(spec: Spec) -> bool:
-    """Say whether a tensor fills its memory in the order of its axes."""
-    dense = [math.prod(spec.shape[axis + 1 :]) for axis in range(len(spec.shape))]
-    return list(spec.strides) == dense
 
 
 def _power_of_two(n: int) -> int:

@@ -19,7 +19,6 @@ import torch
 from tilewise.backends import triton_decode
 from tilewise.backends.extents import clip, contiguous, entries, is_bshd, tile_count
 from tilewise.backends.triton_decode import decode
-from tilewise.backends.triton_decode import prepare as prepare_decode
 from tilewise.machine.detect import detect
 from tilewise.machine.tiles import Kind, Tiles, default_tiles, padded_dim
 from tilewise.problem.problem import Grads, Needs, Problem, Tensors
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from tilewise.kernels.share import Jitted
     from tilewise.machine.device import Capability
 
-__all__ = ["backward", "decode", "forward", "prepare", "prepare_decode", "tiles", "why_not"]
+__all__ = ["backward", "decode", "forward", "prepare", "tiles", "why_not"]
 
 name = "triton_portable"
 
@@ -127,9 +126,9 @@ def forward(problem: Problem, tensors: Tensors, sizes: Tiles | None = None) -> t
     return (out.transpose(1, 2) if is_bshd(problem) else out), lse
 
 
-def prepare(problem: Problem) -> Forward:
+def prepare(problem: Problem) -> Forward | triton_decode.Decode:
     """Settle the forward pass of a problem but for its tensors; without an lse where nobody asked for it."""
-    return _forward(problem, None, problem.return_lse)
+    return triton_decode.prepare(problem) if problem.kind == "cache" else _forward(problem, None, problem.return_lse)
 
 
 @lru_cache(maxsize=4096)
