@@ -88,13 +88,11 @@ def call_of(dim: int, length: int, hidden: bool = False) -> Call:
 
 
 def forward_once(mutant: ModuleType, seed: int, late: bool, patch: pytest.MonkeyPatch) -> None:
-    """Run one program for all tiles: with two buffers of q and with turns, then with neither."""
+    """Run one program for all tiles: with each number of buffers of q, with turns and without."""
     patch.setattr(forward_tests, "attention_forward", mutant.attention_forward)
     chosen = forward_tests.settings_of(64, cut=True)
-    variants = [chosen, chosen._replace(q_buffers=1, ping_pong=False, stages=2)]
-    if hasattr(forward, "tiles_chained"):
-        variants.append(chosen._replace(q_buffers=3))
-    for settings in variants:
+    alone = chosen._replace(q_buffers=1, ping_pong=False, stages=2)
+    for settings in (chosen, alone, chosen._replace(q_buffers=3)):
         call = call_of(64, 200)
         testing.check(forward_tests.run(call, settings, late=late, seed=seed, processors=1), call)
 
