@@ -128,41 +128,34 @@ def test_every_served_case_is_within_budget_in_every_way(
 _options = Options(return_lse=True)
 _causal = _options._replace(causal=True)
 LONG = {
-    "d=64 full": Case("64", 1, 2, 1, 300, 200, 64, 64, options=_options),
-    "d=64 causal": Case("64c", 1, 2, 1, 260, 330, 64, 64, options=_causal),
-    "d=128 full": Case("128", 1, 2, 1, 200, 300, 128, 128, options=_options),
-    "d=128 causal": Case("128c", 1, 1, 1, 330, 260, 128, 128, sink="h", options=_causal),
-    "d=128 window": Case("128w", 1, 1, 1, 330, 330, 128, 128, options=_causal._replace(window_left=70)),
-    "d=128 softcap": Case("128s", 1, 1, 1, 200, 200, 128, 128, options=_causal._replace(softcap=2.0)),
-    "d=192 and 128 packed": Case("192", 1, 2, 1, 0, 0, 192, 128, lengths_q=(150, 1, 70), options=_causal),
-    "d=256 full": Case("256", 1, 2, 1, 130, 200, 256, 256, options=_options),
-    "d=256 causal": Case("256c", 1, 1, 1, 200, 200, 256, 256, options=_causal),
-    "d=256 ranges": Case("256r", 2, 1, 1, 100, 200, 256, 256, ranges=((30, 190), (0, 70)), options=_options),
+    "d=64 full": Case("64", 1, 1, 1, 300, 150, 64, 64, options=_options),
+    "d=64 causal": Case("64c", 1, 2, 1, 150, 260, 64, 64, options=_causal),
+    "d=128 full": Case("128", 1, 1, 1, 250, 150, 128, 128, options=_options),
+    "d=128 causal": Case("128c", 1, 1, 1, 200, 140, 128, 128, sink="h", options=_causal),
+    "d=128 window": Case("128w", 1, 1, 1, 260, 260, 128, 128, options=_causal._replace(window_left=70)),
+    "d=128 softcap": Case("128s", 1, 1, 1, 150, 150, 128, 128, options=_causal._replace(softcap=2.0)),
+    "d=192 and 128 packed": Case("192", 1, 1, 1, 0, 0, 192, 128, lengths_q=(110, 1, 70), options=_causal),
+    "d=256 full": Case("256", 1, 1, 1, 130, 150, 256, 256, options=_options),
+    "d=256 causal": Case("256c", 1, 2, 1, 150, 110, 256, 256, options=_causal),
+    "d=256 ranges": Case("256r", 2, 1, 1, 100, 150, 256, 256, ranges=((30, 140), (0, 70)), options=_options),
 }
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("name", LONG)
-def test_rows_of_many_tiles_are_within_budget(emulator: Emulator, name: str, late: bool) -> None:
-    emulator.late = late
-    call = LONG[name].build("cpu", "bfloat16" if late else "float16")
+@pytest.mark.parametrize(("number", "name"), list(enumerate(LONG)), ids=list(LONG))
+def test_rows_of_many_tiles_are_within_budget(emulator: Emulator, number: int, name: str) -> None:
+    emulator.late = number % 2 == 0
+    call = LONG[name].build("cpu", "bfloat16" if emulator.late else "float16")
     check(run(call), call)
 
 
-@pytest.mark.parametrize("name", ["d=64 causal", "d=128 causal"])
-def test_a_deterministic_call_adds_nothing_up_in_memory(emulator: Emulator, name: str) -> None:
-    call = deterministic(LONG[name].build("cpu", "float16"))
+def test_a_deterministic_call_adds_nothing_up_in_memory(emulator: Emulator) -> None:
+    call = deterministic(LONG["d=128 causal"].build("cpu", "float16"))
     check(run(call), call)
-    assert (
-        emulator.ran
-        == ["prepare_rows", "attention_backward", "query_gradients", "sink_gradient"][
-            : 4 if call.tensors.sink is not None else 3
-        ]
-    )
+    assert emulator.ran == ["prepare_rows", "attention_backward", "query_gradients", "sink_gradient"]
 
 
 def test_torch_may_ask_all_calls_to_be_deterministic(emulator: Emulator) -> None:
-    call = LONG["d=64 full"].build("cpu", "float16")
+    call = CASES["one query"].build("cpu", "float16")
     torch.use_deterministic_algorithms(True)
     try:
         run(call)
@@ -176,7 +169,7 @@ def test_torch_may_ask_all_calls_to_be_deterministic(emulator: Emulator) -> None
 
 @pytest.mark.parametrize("asked", [x for x in itertools.product([True, False], repeat=3) if any(x)])
 def test_only_the_gradients_that_are_asked_for_come_back(emulator: Emulator, asked: tuple[bool, ...]) -> None:
-    call = CASES["causal"].build("cpu", "float16")
+    call = CASES["one query"].build("cpu", "float16")
     found, whole = run(call, Needs(*asked)), run(call)
     for name, need in zip(("dq", "dk", "dv"), asked, strict=True):
         got, want = getattr(found, name), getattr(whole, name)
