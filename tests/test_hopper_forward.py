@@ -336,6 +336,13 @@ def test_what_is_not_served_is_refused_with_its_reason(name: str) -> None:
     assert reason in str(refusal(call.problem))
 
 
+def test_settings_leave_room_for_what_a_call_brings_along() -> None:
+    long = Case("", 1, 1, 1, 4096, 4096, 64, 64)
+    capped, packed = replace(long, options=Options(softcap=2.0)), replace(long, lengths_q=(4096,))
+    chosen = [hopper.settings(case.build("cpu", "float16").problem) for case in (long, capped, packed)]
+    assert [(each.groups, each.schedule) for each in chosen] == [(3, "static"), (2, "static"), (3, "dynamic")]
+
+
 def test_where_it_cannot_run_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = CASES["plain"].build("cpu", "float16").problem
     assert hopper.why_not(problem) == "runs on NVIDIA GPUs of compute capability 9.0; got cpu"

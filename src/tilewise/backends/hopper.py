@@ -33,7 +33,6 @@ GROUP_ROWS = 64  # queries of one consumer, a warpgroup
 DIMS = (64, 128, 256)  # head dims of the kernels; others are padded by the copy engine
 UNIT = 8  # elements in the 16 bytes that the copy engine counts in
 MOST_ROWS = 2**30  # positions are int32 in the kernels, and a clipped map adds two of them
-L2_SECTION = 32 << 20  # bytes of keys and values that programs work on at the same time; the L2 cache holds 50 MB
 
 
 # ---- what is served -------------------------------------------------------------------------------------------------
@@ -122,12 +121,14 @@ class Settings(NamedTuple):
         groups: consumers, with 64 queries each: 2 or 3.
         block_kv: keys in a block.
         stages: blocks of keys, and of values, that the rings hold.
-        q_buffers: tiles of queries in flight: with 2, one is copied or stored while the other is computed.
+        q_buffers: tiles of queries in flight: with 2, one is copied or stored while the other is computed; with 3, a
+            tile begins while the one before ends.
         consumer_registers, producer_registers: registers of a thread in the partitions after the first.
         ping_pong: consumers take turns at starting products.
         lazy: row_max moves only when p would exceed 2**8, and then alone acc is rescaled.
         pack: p is rounded by packed conversions, for two loops that hand it on.
         schedule: programs take tiles in a fixed order ("static"), from a counter ("dynamic"), or are one for each tile.
+        section_bytes: keys and values of the heads that are worked on together; the L2 cache holds 50 MB.
     """
 
     groups: int
@@ -140,6 +141,7 @@ class Settings(NamedTuple):
     lazy: bool
     pack: bool
     schedule: Literal["static", "dynamic", "each"]
+    section_bytes: int = 32 << 20
 
 
 _TWO_64 = Settings(2, 128, 2, 2, 240, 24, ping_pong=True, lazy=True, pack=True, schedule="static")
@@ -169,14 +171,16 @@ TABLE: Mapping[tuple[int, bool], tuple[tuple[int, Settings], ...]] = {
 def settings(problem: Problem) -> Settings:
     """Choose the settings of the forward pass from the table.
 
-    Packed sequences count by their mean length. Tiles of unequal work are shared out by a counter.
+    Packed sequences count by their mean length. Tiles of unequal work are shared out by a counter, three consumers have
+    no registers for a softcap, and where v's head dim is another than q's, out takes memory of its own.
     """
-    band = problem.mask.band
     length = problem.total_q // max(problem.batch, 1) if problem.kind == "varlen" else problem.len_q
-    rows = TABLE[max(padded(problem.dim_qk), padded(problem.dim_v)), not band.is_open]
-    chosen = next(row for most, row in rows if length <= most)
-    uneven = problem.kind == "varlen" or problem.mask.ranged
-    return chosen._replace(schedule="dynamic") if uneven and chosen.schedule == "static" else chosen
+    dim_qk, dim_v = padded(problem.dim_qk), padded(problem.dim_v)
+    rows = TABLE[max(dim_qk, dim_v), not problem.mask.band.is_open]
+    chosen = next(row for most, row in rows if length <= most or (problem.score.softcap and row.groups == 2))
+    if chosen.schedule == "static" and (problem.kind == "varlen" or problem.mask.ranged):
+        chosen = chosen._replace(schedule="dynamic")
+    return chosen if dim_qk == dim_v else chosen._replace(q_buffers=min(chosen.q_buffers, 2))
 
 
 def tiles(problem: Problem) -> Tiles:
@@ -344,7 +348,7 @@ def arguments(
         "batch": problem.batch,
         "heads": problem.heads_q,
         "group": problem.group,
-        "section": _section(problem),
+        "section": _section(problem, chosen.section_bytes),
         "len_q": problem.total_q,
         "len_kv": problem.total_kv,
         "offset": band.offset(problem.len_q, problem.len_kv),
@@ -428,8 +432,8 @@ def _rows_of_entry(problem: Problem, label: str) -> int | None:
     return None if batch % row else batch // row
 
 
-def _section(problem: Problem) -> int:
-    """Give the number of heads, over the whole batch, whose keys and values stay in the L2 cache together."""
+def _section(problem: Problem, most: int) -> int:
+    """Give the number of heads, over the whole batch, whose keys and values take at most so many bytes together."""
     size = 2 * problem.len_kv * (problem.dim_qk + problem.dim_v)
     heads = problem.heads_q * entries(problem)
-    return max(1, min(heads, L2_SECTION // size * problem.group))
+    return max(1, min(heads, most // size * problem.group))
