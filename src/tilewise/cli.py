@@ -172,12 +172,12 @@ def bench(
     return 0 if report.sound else 1
 
 
-def _lengths(given: list[str] | None) -> tuple[int, ...] | None:
+def _lengths(given: list[str] | None, what: str = "lengths") -> tuple[int, ...] | None:
     if not given:
         return None
     words = _words(given)
     if not words or not all(word.isdecimal() for word in words):
-        raise ValueError(f"lengths must be whole numbers with commas between them, got {' '.join(given)!r}")
+        raise ValueError(f"{what} must be whole numbers with commas between them, got {' '.join(given)!r}")
     return tuple(int(word) for word in words)
 
 
@@ -292,6 +292,39 @@ def tune(
         json.write_text(tuning.to_json(trials) + "\n", encoding="utf-8")
 
 
+# ---- warmup ---------------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog=_example("tilewise warmup --dim 64,128 --dtype bfloat16", "tilewise warmup --target sm_90"))
+def warmup(
+    dim: Annotated[list[str] | None, typer.Option(metavar="D,D,...", help="Head dims.  [default: 64,128]")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(metavar="T,T,...", help="[default: bfloat16,float16]")] = None,
+    kinds: Annotated[
+        list[str] | None, typer.Option(metavar="KIND,...", help="[default: forward,backward,decode]")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="An architecture such as sm_90.  [default: this GPU's]")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that compile.  [default: as many as cores, 8]")] = None,
+) -> int:
+    """Compile kernels ahead of time and keep them, so that no first call waits. Needs no GPU if a target is named."""
+    from tilewise.backends.compile import cache_folder
+    from tilewise.bench import warmup as warming
+
+    dims = _lengths(dim, "head dims") or warming.DIMS
+    wanted = warming.jobs(
+        dims, tuple(_words(dtype or [])) or warming.DTYPES, tuple(_words(kinds or [])) or warming.KINDS
+    )
+    capability, console = warming.target_of(target), _console()
+    with _progress() as tell:
+        done = list(warming.warm_up(wanted, capability, workers or min(os.cpu_count() or 1, 8), tell))
+    for one in done:
+        if one.refusal:
+            console.print(f"not compiled: {one.job}: {one.refusal}", soft_wrap=True)
+    compiled, seconds = sum(one.compiled for one in done), sum(one.seconds for one in done)
+    text = f"{len(done)} calls on sm_{capability}: {compiled} kernels compiled in {seconds:.0f} s of all processes"
+    console.print(f"{text}, kept in {cache_folder()}", soft_wrap=True)
+    return int(any(one.refusal for one in done))
+
+
 # ---- info -----------------------------------------------------------------------------------------------------------
 
 
@@ -299,12 +332,20 @@ def tune(
 def info(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N, mps.  [default: the best here]")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Time a copy and a matrix product too.")] = False,
+    timings: Annotated[bool, typer.Option("--timings", help="Time a first call too, in new processes.")] = False,
 ) -> None:
     """Describe this machine: the device, its memories, the software, and which backends run here."""
     from tilewise.bench.info import describe
 
     console = _console()
-    for title, lines in describe(device, measure=measure).items():
+    sections = describe(device, measure=measure)
+    if timings:
+        from tilewise.bench.warmup import timing_lines
+        from tilewise.bench.warmup import timings as time_first_call
+        from tilewise.machine.detect import best_device
+
+        sections["first call (d=128)"] = timing_lines(time_first_call(device or best_device()))
+    for title, lines in sections.items():
         console.print(title, style="bold")
         width = max(len(name) for name, _ in lines)
         for name, value in lines:
