@@ -69,9 +69,9 @@ def fa3() -> Peer:
         ImportError: it is not here.
     """
     found = importlib.util.find_spec("fa3_fwd")
-    if found is None or found.origin is None:
+    if found is None or not found.submodule_search_locations:
         raise ImportError("fa3_fwd is not installed")
-    torch.ops.load_library(str(Path(found.origin).parent / "_C.abi3.so"))
+    torch.ops.load_library(str(Path(found.submodule_search_locations[0]) / "_C.abi3.so"))
     function = importlib.import_module("fa3_fwd_interface").flash_attn_func
     return Peer(lambda q, k, v, causal: _first(function(q, k, v, causal=causal)), "bshd")
 
