@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import importlib.util
 import inspect
 import math
 import random
@@ -18,24 +17,18 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+import test_blocks as brute_force
 from tilewise.backends import numpy_tiled, torch_tiled
 from tilewise.machine.tiles import Tiles
 from tilewise.problem import blocks
 from tilewise.problem.problem import Options
 from tilewise.testing import CASES, Call, Case, Results, errors, oracle, yardstick
-
-if TYPE_CHECKING:
-    from tests import test_blocks as brute_force
-else:  # tests are no package: load the neighbour by its path
-    _spec = importlib.util.spec_from_file_location("test_blocks", Path(__file__).with_name("test_blocks.py"))
-    brute_force = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(brute_force)
 
 # ---- the rule of tiles ----
 
