@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 import runpy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -294,3 +294,69 @@ def test_the_code_of_the_page_on_switching_runs_and_prints_what_it_says(
     printed = capsys.readouterr().out
     assert printed.startswith("MATH on cpu\n  FLASH_ATTENTION: Both fused")
     assert printed in page
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def noting(served: list[str], function: Callable[..., object]) -> Callable[..., object]:
+    """Note each call of a function by its name."""
+
+    def noted(*arguments: object, **options: object) -> object:
+        served.append(function.__name__)
+        return function(*arguments, **options)
+
+    return noted
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
+@needs_place
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu_pytorchs_own_function_runs_on_tilewise(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    served: list[str] = []
+    for name in ("_flash_forward", "_flash_backward"):
+        monkeypatch.setattr(adapter, name, noting(served, getattr(adapter, name)))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 300, h, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for h in (4, 2, 2))
+    d_out = torch.randn_like(q)
+
+    def results(dtype: torch.dtype, backend: SDPBackend) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).detach().requires_grad_() for x in (q, k, v)]
+        call = torch.compile(theirs, fullgraph=True) if compiled and dtype == torch.bfloat16 else theirs
+        with sdpa_kernel(backend):
+            out = call(leaves[0], leaves[1], leaves[2], is_causal=True, enable_gqa=True)
+            return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(dtype))]
+
+    exact, low = results(torch.float64, SDPBackend.MATH), results(torch.bfloat16, SDPBackend.MATH)
+    torch._dynamo.reset()
+    adapter.activate()
+    try:
+        got = results(torch.bfloat16, SDPBackend.FLASH_ATTENTION)
+    finally:
+        adapter.deactivate()
+    assert served == ["_flash_forward", "_flash_backward"]
+    for each in zip(got, exact, low, strict=True):
+        error = testing.error(*each, torch.finfo(torch.bfloat16).eps)
+        assert error.within, error
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
+@pytest.mark.parametrize(
+    ("options", "dtype", "dim", "reason"),
+    [
+        ({}, torch.float32, 64, r"(?i)dtype|data type|float|half"),
+        ({}, torch.bfloat16, 512, r"(?i)head.?dim|last dimension|size"),
+        ({"attn_mask": torch.ones(8, 8, dtype=torch.bool)}, torch.bfloat16, 64, r"(?i)mask"),
+    ],
+    ids=["float32", "head dim", "mask"],
+)
+def test_on_a_gpu_each_silent_refusal_of_the_flash_kernel_has_its_reason(
+    options: dict[str, torch.Tensor], dtype: torch.dtype, dim: int, reason: str
+) -> None:
+    q = torch.randn(1, 2, 8, dim, device="cuda", dtype=dtype)
+    plan = explain_sdpa(q, q, q, **{name: x.cuda() for name, x in options.items()})  # type: ignore[arg-type]
+    assert plan.backend != "FLASH_ATTENTION"
+    assert re.search(reason, plan.refusals["FLASH_ATTENTION"]), plan

@@ -157,8 +157,10 @@ class _Handle:
 
 def _register(device: str = "CUDA") -> _Handle:
     library = torch.library.Library("aten", "IMPL", device)
-    library.impl("_scaled_dot_product_flash_attention", _flash_forward, device)
-    library.impl("_scaled_dot_product_flash_attention_backward", _flash_backward, device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # that kernels are replaced, as meant
+        library.impl("_scaled_dot_product_flash_attention", _flash_forward, device)
+        library.impl("_scaled_dot_product_flash_attention_backward", _flash_backward, device)
     return _Handle(library)
 
 
