@@ -123,6 +123,12 @@ def per_row(pointer, sequence, head, inside, batch_stride, head_stride):
     return numbers
 
 
+@triton.jit
+def scale_of(pointer, head):
+    """Load what a head's stored numbers are multiplied by."""
+    return 1.0 if pointer is None else tl.load(pointer + head).to(tl.float32)
+
+
 # ---- splits ---------------------------------------------------------------------------------------------------------
 
 
@@ -173,30 +179,52 @@ def merge_splits(partial, used, ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, AT_
 
 
 @triton.jit
-def place_rows(row_start, head_kv, group, len_q, ROWS: tl.constexpr):
+def place_rows(tile_rows, ROWS: tl.constexpr):
     """Give the query and the head of each row of a tile, and whether there is such a row."""
+    row_start, head_kv, group, len_q = tile_rows
     rows = row_start + tl.arange(0, ROWS)
     return rows // group, head_kv * group + rows % group, rows < group * len_q
 
 
 @triton.jit
 def finish_rows(
-    out, lse, target, lse_target, where, sink_of, row_start, head_kv, group, len_q,
+    out, lse, results, sinks, tile_rows,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Add the sink to rows whose keys are all seen, and store them. The sink is one more part to join."""
-    lse_row_stride, lse_head_stride = where
-    sink_ptr, sequence, sink_batch_stride, sink_head_stride = sink_of
-    q_pos, head, inside = place_rows(row_start, head_kv, group, len_q, ROWS)
+    out_matrix, lse_rows = results
+    sink_ptr, sequence, sink_batch_stride, sink_head_stride = sinks
+    q_pos, head, inside = place_rows(tile_rows, ROWS)
     sink = per_row(sink_ptr, sequence, head, inside, sink_batch_stride, sink_head_stride)
     if len(sink) > 0:
         row_max, row_sum, acc = add_sink((lse, tl.full([ROWS], 1.0, tl.float32), out), sink[0] * LOG2E)
         out = acc / row_sum[:, None]
         lse = row_max + tl.log2(row_sum)
     mask = inside[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-    tl.store(pointers_of_rows(target, q_pos, head, BLOCK_DIM, UNIT), out.to(target[0].dtype.element_ty), mask=mask)
-    if lse_target is not None:
-        tl.store(lse_target + (q_pos * lse_row_stride + head * lse_head_stride), lse * LN2, mask=inside)
+    out = out.to(out_matrix[0].dtype.element_ty)
+    tl.store(pointers_of_rows(out_matrix, q_pos, head, BLOCK_DIM, UNIT), out, mask=mask)
+    if len(lse_rows) > 0:
+        tl.store(lse_rows[0] + (q_pos * lse_rows[1] + head * lse_rows[2]), lse * LN2, mask=inside)
+
+
+@triton.jit
+def join_splits(
+    out, lse, tile, split, used, splits, partial_ptr, arrived_ptr, results, sinks, tile_rows,
+    BLOCK_Q: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Hand in a split's result; whoever comes last joins all, stores the rows and sets the counter to zero again."""
+    partial = partial_ptr + tile.to(tl.int64) * splits * (2 * ROWS * BLOCK_DIM)
+    own = tl.multiple_of(partial + split * (2 * ROWS * BLOCK_DIM), 16)
+    local = tl.arange(0, BLOCK_Q)[:, None]
+    cells = own + (local * BLOCK_DIM + tl.arange(0, BLOCK_DIM)[None, :])
+    tl.store(cells, out, mask=local < ROWS)
+    tl.store(cells + ROWS * BLOCK_DIM, tl.broadcast_to(lse[:, None], out.shape), mask=local < ROWS)
+    tl.debug_barrier()  # all threads' stores come before the one thread's arrival, which publishes them
+    if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") == used - 1:
+        tl.store(arrived_ptr + tile, 0)
+        merged, merged_lse = merge_splits(tl.multiple_of(partial, 16), used, ROWS, BLOCK_DIM, AT_ONCE)
+        finish_rows(merged, merged_lse, results, sinks, tile_rows, ROWS, DIM, BLOCK_DIM, UNIT)
 
 
 # ---- the kernel -----------------------------------------------------------------------------------------------------
@@ -264,34 +292,28 @@ def attention_decode(
     head. ``cache_rows`` counts the rows of a cache in one piece, or the pages.
     """
     tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    row_start = tile % row_tiles * BLOCK_Q
-    head_kv = tile // row_tiles % heads_kv
+    row_start, head_kv = tile % row_tiles * BLOCK_Q, tile // row_tiles % heads_kv
     sequence = (tile // row_tiles // heads_kv).to(tl.int64)
-    q_start = row_start // group
-    q_stop = tl.minimum((row_start + BLOCK_Q - 1) // group + 1, len_q)
-
+    q_start, q_stop = row_start // group, tl.minimum((row_start + BLOCK_Q - 1) // group + 1, len_q)
     kv_stop = clamped(tokens_held(seqlens_ptr, sequence, capacity) + appended, capacity)
     kv_start = 0 if leftpad_ptr is None else clamped(tl.load(leftpad_ptr + sequence), capacity)
     if left is not None and right is not None:  # a band that is empty everywhere
         kv_start = tl.where(left + right < 0, kv_stop, kv_start)
     offset = 0 if TOP_LEFT else kv_stop - len_q
-    place = (len_q, kv_start, kv_stop, offset)
     first, _, _, stop = block_ranges(q_start, q_stop, kv_start, kv_stop, left, right, offset, BLOCK_KV)
     seen_start, _, _, seen_stop = block_ranges(q_start, q_stop, kv_start, kv_stop, left, right, offset, 1)
     begin, end, used = blocks_of_split(split, first, stop, splits, least, fixed)
     if split >= used:
         return
 
-    q_pos, head, inside = place_rows(row_start, head_kv, group, len_q, BLOCK_Q)
-    LIES_ON: tl.constexpr = 16 if UNIT_Q > 1 else 1
+    tile_rows = (row_start, head_kv, group, len_q)
+    q_pos, head, inside = place_rows(tile_rows, BLOCK_Q)
     # The compiler must be told of an address where that is computed: of a helper's argument it would forget it.
+    LIES_ON: tl.constexpr = 16 if UNIT_Q > 1 else 1
     q_base = tl.multiple_of(q_ptr + sequence * (q_batch_stride * UNIT_Q), LIES_ON)
-    q_pointers = pointers_of_rows(
-        (q_base, q_row_stride, q_head_stride, q_dim_stride), q_pos, head, BLOCK_DIM_QK, UNIT_Q
-    )
+    q_matrix = (q_base, q_row_stride, q_head_stride, q_dim_stride)
     q_mask = inside[:, None] & (tl.arange(0, BLOCK_DIM_QK) < DIM_QK)[None, :]
-    q = tl.load(q_pointers, mask=q_mask, other=0.0)
-
+    q = tl.load(pointers_of_rows(q_matrix, q_pos, head, BLOCK_DIM_QK, UNIT_Q), mask=q_mask, other=0.0)
     table = ()
     k_base, v_base = k_ptr + head_kv * (k_head_stride * UNIT_K), v_ptr + head_kv * (v_head_stride * UNIT_V)
     if table_ptr is not None:
@@ -303,44 +325,27 @@ def attention_decode(
     k_base, v_base = tl.multiple_of(k_base, LIES_ON), tl.multiple_of(v_base, LIES_ON)
     k_matrix = (k_base, k_batch_stride, k_row_stride, k_dim_stride)
     v_matrix = (v_base, v_batch_stride, v_row_stride, v_dim_stride)
-    if k_scale_ptr is not None:
-        scale *= tl.load(k_scale_ptr + head_kv).to(tl.float32)
+    scale *= scale_of(k_scale_ptr, head_kv)
     slopes = per_row(slopes_ptr, sequence, head, inside, slopes_batch_stride, slopes_head_stride)
     alibi = () if slopes_ptr is None else (slopes[0][:, None],)
     state = attend_cache(
-        q, k_matrix, v_matrix, table, q_pos[:, None], fresh_state(BLOCK_Q, BLOCK_DIM_V), place, left, right,
-        (seen_start, seen_stop), (scale, option(softcap), (), alibi), begin, end,
+        q, k_matrix, v_matrix, table, q_pos[:, None], fresh_state(BLOCK_Q, BLOCK_DIM_V),
+        (len_q, kv_start, kv_stop, offset), left, right, (seen_start, seen_stop),
+        (scale, option(softcap), (), alibi), begin, end,
         DIM_QK, DIM_V, BLOCK_KV, BLOCK_DIM_QK, BLOCK_DIM_V, UNIT_K, UNIT_V, SCATTERED, EXACT, PRECISION,
     )  # fmt: skip
     row_max, row_sum, acc = state
     row_sum_or_1 = tl.where(row_sum == 0, 1.0, row_sum)
     out, lse = acc / row_sum_or_1[:, None], row_max + tl.log2(row_sum_or_1)
-    if v_scale_ptr is not None:
-        out *= tl.load(v_scale_ptr + head_kv).to(tl.float32)
-
+    out *= scale_of(v_scale_ptr, head_kv)
     out_base = tl.multiple_of(out_ptr + sequence * (out_batch_stride * UNIT_Q), LIES_ON)
-    target = (out_base, out_row_stride, out_head_stride, 1)
-    lse_target = None if lse_ptr is None else lse_ptr + sequence * lse_batch_stride
-    lse_strides = (lse_row_stride, lse_head_stride)
-    sink_of = (sink_ptr, sequence, sink_batch_stride, sink_head_stride)
+    lse_rows = () if lse_ptr is None else (lse_ptr + sequence * lse_batch_stride, lse_row_stride, lse_head_stride)
+    results = ((out_base, out_row_stride, out_head_stride, 1), lse_rows)
+    sinks = (sink_ptr, sequence, sink_batch_stride, sink_head_stride)
     if used == 1:
-        finish_rows(
-            out, lse, target, lse_target, lse_strides, sink_of, row_start, head_kv, group, len_q,
-            BLOCK_Q, DIM_V, BLOCK_DIM_V, UNIT_Q,
-        )  # fmt: skip
+        finish_rows(out, lse, results, sinks, tile_rows, BLOCK_Q, DIM_V, BLOCK_DIM_V, UNIT_Q)
     elif partial_ptr is not None:
-        partial = partial_ptr + tile.to(tl.int64) * splits * (2 * MERGE_ROWS * BLOCK_DIM_V)
-        own = tl.multiple_of(partial + split * (2 * MERGE_ROWS * BLOCK_DIM_V), 16)
-        local = tl.arange(0, BLOCK_Q)[:, None]
-        cells = own + (local * BLOCK_DIM_V + tl.arange(0, BLOCK_DIM_V)[None, :])
-        tl.store(cells, out, mask=local < MERGE_ROWS)
-        tl.store(cells + MERGE_ROWS * BLOCK_DIM_V, tl.broadcast_to(lse[:, None], out.shape), mask=local < MERGE_ROWS)
-        tl.debug_barrier()  # all threads' stores come before the one thread's arrival, which publishes them
-        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") == used - 1:
-            tl.store(arrived_ptr + tile, 0)
-            partial = tl.multiple_of(partial, 16)
-            merged, merged_lse = merge_splits(partial, used, MERGE_ROWS, BLOCK_DIM_V, MERGE_AT_ONCE)
-            finish_rows(
-                merged, merged_lse, target, lse_target, lse_strides, sink_of, row_start, head_kv, group, len_q,
-                MERGE_ROWS, DIM_V, BLOCK_DIM_V, UNIT_Q,
-            )  # fmt: skip
+        join_splits(
+            out, lse, tile, split, used, splits, partial_ptr, arrived_ptr, results, sinks, tile_rows,
+            BLOCK_Q, DIM_V, BLOCK_DIM_V, UNIT_Q, MERGE_ROWS, MERGE_AT_ONCE,
+        )  # fmt: skip
