@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,14 @@ class Emulator:
             emulate(kernel, grid, passed, fixed, seed=self.seed, late=self.late)
 
         return launch
+
+
+@pytest.fixture(autouse=True)
+def nothing_settled() -> Iterator[None]:
+    """Keep no launch of another test."""
+    hopper_backward.prepare.cache_clear()
+    yield
+    hopper_backward.prepare.cache_clear()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise.backends.extents import clip, entries, tile_count
 from tilewise.backends.launch import Argument, Mapped, TensorMap, prepare_named
 from tilewise.kernels.share import Jitted
 from tilewise.problem.problem import Grads, Needs, Problem, Tensors
@@ -142,7 +143,11 @@ class Backward:
     """
 
     def __init__(self, problem: Problem, chosen: Settings | None) -> None:
-        self._problem, self._chosen = problem, chosen
+        self._problem = problem
+        self._ordered = problem.deterministic or max(problem.dim_qk, problem.dim_v) > 128
+        self._settings = {fused: chosen or settings(problem, fused=fused) for fused in (False, True)}
+        self._rows = _saved_rows(problem)
+        self._sink = (problem.batch, problem.heads_q)
         self._plans: dict[tuple[object, ...], list[tuple[Launch, itemgetter[object]]]] = {}
 
     def __call__(
@@ -155,45 +160,45 @@ class Backward:
         needs: Needs,
     ) -> Grads:
         """Compute the gradients that are asked for."""
-        problem = self._problem
-        deterministic = problem.deterministic or torch.are_deterministic_algorithms_enabled()
         of_keys = needs.dk or needs.dv
-        fused = needs.dq and of_keys and not deterministic and max(problem.dim_qk, problem.dim_v) <= 128
-        how = self._chosen or settings(problem, fused=fused)
-        rows = _saved_rows(problem)
-        dsink = tensors.sink is not None and needs.dsink
-        d_out = torch.zeros_like(out) if d_out is None else d_out.to(out.dtype)
+        fused = needs.dq and of_keys and not (self._ordered or torch.are_deterministic_algorithms_enabled())
+        how, rows = self._settings[fused], self._rows
+        q, k, v, sink = tensors.q, tensors.k, tensors.v, tensors.sink
+        if d_out is None:
+            d_out = torch.zeros_like(out)
+        elif d_out.dtype != out.dtype:
+            d_out = d_out.to(out.dtype)
         given = Given(
-            q=_readable(tensors.q),
-            k=_readable(tensors.k),
-            v=_readable(tensors.v),
+            q=_readable(q),
+            k=_readable(k),
+            v=_readable(v),
             out=out,
             lse=lse,
             d_out=_readable(d_out),
             d_lse=d_lse,
             saved=lse.new_empty(2 * rows),
             dq_acc=lse.new_empty(rows * how.dim) if fused else None,
-            dq=_empty_like(tensors.q) if needs.dq else None,
-            dk=_empty_like(tensors.k) if of_keys else None,
-            dv=_empty_like(tensors.v) if of_keys else None,
-            dsink=lse.new_empty((problem.batch, problem.heads_q)) if dsink else None,
-            sink=tensors.sink,
+            dq=_empty_like(q) if needs.dq else None,
+            dk=_empty_like(k) if of_keys else None,
+            dv=_empty_like(v) if of_keys else None,
+            dsink=None if sink is None or not needs.dsink else lse.new_empty(self._sink),
+            sink=sink,
             kv_start=tensors.kv_start,
             kv_stop=tensors.kv_stop,
             cu_q=tensors.cu_seqlens_q,
             cu_k=tensors.cu_seqlens_q if tensors.cu_seqlens_k is None else tensors.cu_seqlens_k,
         )
-        layouts = tuple(None if x is None else x.stride() for x in given[:7])
-        key = (layouts, out.data_ptr() % 16 == 0, needs.dq, of_keys, fused, dsink)
+        strides = [None if x is None else x.stride() for x in given[:7]]
+        key = (*strides, out.data_ptr() % 16 == 0, needs.dq, of_keys, fused, given.dsink is None)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = _Plan(problem, how, given, fused=fused).launches()
+            plan = self._plans[key] = _Plan(self._problem, how, given, fused=fused).launches()
         for launch, of in plan:
             launch(of(given))
-        sink = None
-        if given.dsink is not None and tensors.sink is not None:
-            sink = (given.dsink.sum(0) if tensors.sink.ndim == 1 else given.dsink).to(tensors.sink.dtype)
-        return Grads(given.dq, given.dk if needs.dk else None, given.dv if needs.dv else None, None, sink)
+        dsink = given.dsink
+        if dsink is not None and sink is not None:
+            dsink = (dsink.sum(0) if sink.ndim == 1 else dsink).to(sink.dtype)
+        return Grads(given.dq, given.dk if needs.dk else None, given.dv if needs.dv else None, None, dsink)
 
 
 # ---- what is launched -----------------------------------------------------------------------------------------------
@@ -205,7 +210,7 @@ class _Plan:
     def __init__(self, problem: Problem, how: Settings, given: Given, *, fused: bool) -> None:
         self.problem, self.how, self.given, self.fused = problem, how, given, fused
         score, band = problem.score, problem.mask.band
-        self.rows, self.entries = _padded_rows(problem), 1 if problem.kind == "varlen" else problem.batch
+        self.rows, self.entries = _padded_rows(problem), entries(problem)
         cut = problem.mask.ranged or band.left is not None
         # Keys that the band hides from all queries: beyond the last one's reach, unless that is the last key's place.
         cut = cut or (band.right is not None and (band.align == "top_left" or band.right < 0))
@@ -217,8 +222,8 @@ class _Plan:
             "heads_kv": problem.heads_kv,
             "len_q": problem.total_q,
             "len_kv": problem.total_kv,
-            "left": _clip(band.left, problem),
-            "right": _clip(band.right, problem),
+            "left": clip(band.left, problem),
+            "right": clip(band.right, problem),
             "scale": score.scale,
             "scale_log2": score.scale * math.log2(math.e),
             "softcap": score.softcap or None,
@@ -356,10 +361,10 @@ class _Plan:
 
         Only where the band makes tiles unequal, the longest of several heads start together; ``read`` bytes a head.
         """
-        tiles = -(-total // block) + (self.problem.batch if self.problem.kind == "varlen" else 0)
-        band, entries = self.problem.mask.band, heads * self.entries
+        tiles, band = tile_count(self.problem, total, block), self.problem.mask.band
         unequal = band.right is not None and band.left is None
-        return {"tiles": tiles, "section": max(1, min(entries, self.how.section_bytes // read)) if unequal else 1}
+        section = max(1, min(heads * self.entries, self.how.section_bytes // read)) if unequal else 1
+        return {"tiles": tiles, "section": section}
 
     def programs(self, work: Arguments, heads: int) -> int:
         """Count the programs over all tiles and heads."""
@@ -410,17 +415,11 @@ class _Plan:
 
 def _padded_rows(problem: Problem) -> int:
     """Count the saved rows of a head: whole blocks for each sequence."""
-    return (-(-problem.total_q // SAVED_BLOCK) + (problem.batch if problem.kind == "varlen" else 0)) * SAVED_BLOCK
+    return tile_count(problem, problem.total_q, SAVED_BLOCK) * SAVED_BLOCK
 
 
 def _saved_rows(problem: Problem) -> int:
-    return _padded_rows(problem) * problem.heads_q * (1 if problem.kind == "varlen" else problem.batch)
-
-
-def _clip(side: int | None, problem: Problem) -> int | None:
-    """Hold a side of the band to what no query and key of the problem can exceed, so that sums stay within int32."""
-    most = problem.total_q + problem.total_kv
-    return None if side is None else max(-most, min(side, most))
+    return _padded_rows(problem) * problem.heads_q * entries(problem)
 
 
 def _unit(*matrices: torch.Tensor) -> int:
@@ -432,21 +431,23 @@ def _unit(*matrices: torch.Tensor) -> int:
     return unit
 
 
-def _has_map(x: torch.Tensor) -> bool:
-    """Say whether a tensor map can describe how a tensor lies."""
-    unit = 16 // x.element_size()
-    sides = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
-    return (x.stride(-1) == 1 or x.shape[-1] == 1) and all(s > 0 and s % unit == 0 for s in sides)
+@lru_cache(maxsize=4096)
+def _has_map(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> bool:
+    """Say whether a tensor map can describe a tensor; ``unit`` elements are 16 bytes."""
+    outer = [stride for size, stride in zip(shape[:-1], strides, strict=False) if size > 1]
+    return strides[-1] == 1 and all(stride > 0 and stride % unit == 0 for stride in outer)
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
     """Give the tensor, or a copy that a tensor map can describe."""
-    if _has_map(x):
-        return x if x.data_ptr() % 16 == 0 else x.clone()
-    return x.clone(memory_format=torch.contiguous_format)
+    if not _has_map(x.shape, x.stride(), 16 // x.element_size()):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _empty_like(x: torch.Tensor) -> torch.Tensor:
     """Take memory for a gradient that lies as its tensor does, if a tensor map can describe that."""
     like = torch.empty_like(x)
-    return like if _has_map(like) else torch.empty_like(x, memory_format=torch.contiguous_format)
+    if _has_map(like.shape, like.stride(), 16 // x.element_size()):
+        return like
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
