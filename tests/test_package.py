@@ -24,7 +24,8 @@ PACKAGE = ROOT / "src" / "tilewise"
 # Who may import whom: each row may import the rows below it, and its own unit, never a row above or a neighbour.
 ROWS = (
     ("cli",),
-    ("adapters", "distributed", "bench", "lab"),
+    ("lab",),
+    ("adapters", "distributed", "bench"),
     ("testing",),
     ("api",),
     ("autograd", "autograd_softmax"),

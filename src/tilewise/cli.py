@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from tilewise.bench.terminal import example, open_console, print_blocks, show_progress, whole_numbers, words
 
+if TYPE_CHECKING:
     from tilewise.bench.report import Report
     from tilewise.bench.row_softmax import Settings as SoftmaxSettings
     from tilewise.bench.sketch import Kind
@@ -77,15 +76,10 @@ def _start_clean() -> None:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606  # the same program
 
 
-def _example(*lines: str) -> str:
-    """Write examples so that they stand below a command's help as they are typed."""
-    return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
-
-
 # ---- bench ----------------------------------------------------------------------------------------------------------
 
 
-@app.command(epilog=_example("tilewise bench --lengths 256,512 --causal --seconds 20"))
+@app.command(epilog=example("tilewise bench --lengths 256,512 --causal --seconds 20"))
 def bench(
     op: Annotated[str, typer.Option(help="attention, or softmax over the rows of a matrix.")] = "attention",
     shapes: Annotated[
@@ -137,7 +131,7 @@ def bench(
 
         _refuse("--op softmax", given, "lengths", "batch", "heads", "heads_kv", "dim", "causal", "window", "alibi")
         _refuse("--op softmax", given, "memory", "compare")
-        sizes = tuple(map(row_softmax.parse_shape, _words(shapes or []))) or None
+        sizes = tuple(map(row_softmax.parse_shape, words(shapes or []))) or None
         chosen = row_softmax.default_settings(
             device, dtype=dtype, shapes=sizes, backward=backward, only=tuple(only or ()), seconds=seconds, seed=seed
         )
@@ -151,7 +145,7 @@ def bench(
     old = None if compare is None else Report.load(compare)
     settings = default_settings(
         device,
-        lengths=_lengths(lengths),
+        lengths=whole_numbers(lengths),
         batch=batch,
         heads_q=heads,
         heads_kv=heads_kv,
@@ -166,23 +160,10 @@ def bench(
         memory=None if memory is None else int(memory * 2**30),
         seed=seed,
     )
-    with _progress() as tell:
+    with show_progress() as tell:
         report = Bench(settings, tell=tell).run()
     _show(report, old, json, markdown)
     return 0 if report.sound else 1
-
-
-def _lengths(given: list[str] | None, what: str = "lengths") -> tuple[int, ...] | None:
-    if not given:
-        return None
-    words = _words(given)
-    if not words or not all(word.isdecimal() for word in words):
-        raise ValueError(f"{what} must be whole numbers with commas between them, got {' '.join(given)!r}")
-    return tuple(int(word) for word in words)
-
-
-def _words(given: list[str]) -> list[str]:
-    return [word for text in given for word in text.replace(",", " ").split()]
 
 
 def _refuse(what: str, given: Mapping[str, object], *names: str) -> None:
@@ -195,13 +176,11 @@ def _refuse(what: str, given: Mapping[str, object], *names: str) -> None:
 def _bench_softmax(settings: SoftmaxSettings, json: Path | None, markdown: Path | None) -> int:
     from tilewise.bench import row_softmax
 
-    with _progress() as tell:
+    with show_progress() as tell:
         report = row_softmax.Bench(settings, tell).run()
     tables = [row_softmax.table(report, which) for which in settings.passes]
     before, after = row_softmax.heading(report), row_softmax.footnotes(report)
-    console = _console()
-    for block in (before, *tables, after):
-        console.print(block, soft_wrap=isinstance(block, str) and console.is_terminal)
+    print_blocks((before, *tables, after))
     if json is not None:
         json.write_text(report.to_json() + "\n", encoding="utf-8")
     if markdown is not None:
@@ -215,52 +194,19 @@ def _show(report: Report, old: Report | None, json: Path | None, markdown: Path 
     from tilewise.bench import show
     from tilewise.bench.compare import compare
 
-    console = _console()
-    for block in show.blocks(report):
-        console.print(block, soft_wrap=isinstance(block, str) and console.is_terminal)
+    print_blocks(show.blocks(report))
     if old is not None:
-        console.print("\nsince " + old.date + "\n" + "\n".join(compare(old, report)))
+        print_blocks(["\nsince " + old.date + "\n" + "\n".join(compare(old, report))])
     if json is not None:
         json.write_text(report.to_json() + "\n", encoding="utf-8")
     if markdown is not None:
         markdown.write_text(show.markdown(report), encoding="utf-8")
 
 
-def _console() -> Console:
-    """Give a console that prints plain text and never cuts a table off; a narrow terminal breaks its lines instead."""
-    from rich.console import Console
-
-    from tilewise.bench.show import WIDTH
-
-    console = Console(highlight=False, markup=False)
-    console.width = max(console.width, WIDTH)
-    return console
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, float], None]]:
-    """Show on stderr, where that is a terminal, what is being done and how far it is."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    shown = console.is_terminal
-    # Drawn between runs and never by a thread of its own, which would take time from what is being timed.
-    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not shown) as progress:
-        task = progress.add_task("", total=1.0)
-        yield lambda doing, done: progress.update(task, completed=done, description=doing, refresh=True)
-
-
 # ---- tune -----------------------------------------------------------------------------------------------------------
 
 
-@app.command(epilog=_example("tilewise tune --kinds forward --dims 64,128 --table sm_90.json"))
+@app.command(epilog=example("tilewise tune --kinds forward --dims 64,128 --table sm_90.json"))
 def tune(
     kinds: Annotated[list[str] | None, typer.Option(metavar="KIND,...", help="[default: forward, backward]")] = None,
     dims: Annotated[list[str] | None, typer.Option(metavar="D,D,...", help="Head dims.  [default: 64,128,256]")] = None,
@@ -281,8 +227,8 @@ def tune(
         raise ValueError(f"workers must be above 0, got {workers}")
     from tilewise.bench import tune as tuning
 
-    jobs = tuning.jobs(_words(kinds or []), _words(dims or []), dtype)
-    console = _console()
+    jobs = tuning.jobs(words(kinds or []), words(dims or []), dtype)
+    console = open_console()
     trials = tuning.tune(jobs, lambda text: console.print(text, soft_wrap=True), workers)
     for line in tuning.summary(trials):
         console.print(line, soft_wrap=True)
@@ -295,7 +241,7 @@ def tune(
 # ---- warmup ---------------------------------------------------------------------------------------------------------
 
 
-@app.command(epilog=_example("tilewise warmup --dim 64,128 --dtype bfloat16", "tilewise warmup --target sm_90"))
+@app.command(epilog=example("tilewise warmup --dim 64,128 --dtype bfloat16", "tilewise warmup --target sm_90"))
 def warmup(
     dim: Annotated[list[str] | None, typer.Option(metavar="D,D,...", help="Head dims.  [default: 64,128]")] = None,
     dtype: Annotated[list[str] | None, typer.Option(metavar="T,T,...", help="[default: bfloat16,float16]")] = None,
@@ -309,12 +255,10 @@ def warmup(
     from tilewise.backends.compile import cache_folder
     from tilewise.bench import warmup as warming
 
-    dims = _lengths(dim, "head dims") or warming.DIMS
-    wanted = warming.jobs(
-        dims, tuple(_words(dtype or [])) or warming.DTYPES, tuple(_words(kinds or [])) or warming.KINDS
-    )
-    capability, console = warming.target_of(target), _console()
-    with _progress() as tell:
+    dims = whole_numbers(dim, "head dims") or warming.DIMS
+    wanted = warming.jobs(dims, tuple(words(dtype or [])) or warming.DTYPES, tuple(words(kinds or [])) or warming.KINDS)
+    capability, console = warming.target_of(target), open_console()
+    with show_progress() as tell:
         done = list(warming.warm_up(wanted, capability, workers or min(os.cpu_count() or 1, 8), tell))
     for one in done:
         if one.refusal:
@@ -328,7 +272,7 @@ def warmup(
 # ---- info -----------------------------------------------------------------------------------------------------------
 
 
-@app.command(epilog=_example("tilewise info --device cpu --measure"))
+@app.command(epilog=example("tilewise info --device cpu --measure"))
 def info(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N, mps.  [default: the best here]")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Time a copy and a matrix product too.")] = False,
@@ -337,7 +281,7 @@ def info(
     """Describe this machine: the device, its memories, the software, and which backends run here."""
     from tilewise.bench.info import describe
 
-    console = _console()
+    console = open_console()
     sections = describe(device, measure=measure)
     if timings:
         from tilewise.bench.warmup import timing_lines
@@ -355,7 +299,7 @@ def info(
 # ---- explain --------------------------------------------------------------------------------------------------------
 
 
-@app.command(epilog=_example("tilewise explain --len-q 16384 --causal --window 4096,0 --device cpu"))
+@app.command(epilog=example("tilewise explain --len-q 16384 --causal --window 4096,0 --device cpu"))
 def explain(
     kind: Annotated[str, typer.Option(help="dense, varlen (packed sequences) or cache (decoding).")] = "dense",
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
@@ -423,7 +367,7 @@ def explain(
         page_size=page_size,
         backend=backend,
     )
-    _console().print(str(sketch.explain()), soft_wrap=True)
+    open_console().print(str(sketch.explain()), soft_wrap=True)
 
 
 def _window(text: str | None) -> tuple[int | None, int | None] | None:
