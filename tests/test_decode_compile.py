@@ -19,7 +19,6 @@ from tilewise.backends import triton_decode
 from tilewise.backends.launch import POINTERS, SCALARS
 from tilewise.bench.decoding import Case
 from tilewise.kernels.share import Jitted
-from tilewise.machine import tiles as rule
 from tilewise.machine.device import Capability, target_name
 from tilewise.machine.tiles import Splits, decode_splits, shared_memory_limit
 
@@ -156,7 +155,7 @@ def test_splits_are_joined_without_passing_anything_between_threads(monkeypatch:
     tiles=st.integers(1, 5000), keys=st.integers(1, 10**6), sms=st.integers(1, 200),
     block_kv=st.sampled_from([16, 64, 128]), chosen=st.integers(0, 300), fixed=st.booleans(),
 )  # fmt: skip
-def test_every_key_is_in_a_split_and_no_split_is_too_long(
+def test_every_key_is_in_a_split_and_none_is_longer_than_its_share(
     tiles: int, keys: int, sms: int, block_kv: int, chosen: int, fixed: bool
 ) -> None:
     how = decode_splits(tiles, keys, sms, block_kv, chosen, fixed)
@@ -164,24 +163,26 @@ def test_every_key_is_in_a_split_and_no_split_is_too_long(
     for held in {1, blocks // 2, blocks}:
         share = how.fixed_blocks or max(-(-held // how.count), how.least_blocks)
         assert share * how.count >= held
-        assert chosen or share * block_kv <= max(rule.LONGEST_SPLIT + block_kv, rule.SHORTEST_SPLIT)
+        assert share <= max(-(-blocks // how.count), how.least_blocks, how.fixed_blocks)
     assert 1 <= how.count <= max(blocks, 1)
 
 
 @pytest.mark.parametrize(
     ("tiles", "keys", "expected"),
     [
-        (8, 8192, 33),  # one sequence: two programs for each of 132 multiprocessors
-        (8, 131072, 64),  # no longer than 2048 keys
-        (64, 8192, 5),
-        (512, 4096, 2),
-        (8, 128, 1),  # as little as this is not split
-        (8, 1024, 8),  # 128 keys each
-        (100_000, 16, 1),
+        (8, 8192, Splits(33, 2)),  # one sequence: two programs for each of 132 multiprocessors
+        (8, 131072, Splits(33, 2)),
+        (64, 8192, Splits(8, 3)),  # enough would be 5
+        (64, 32768, Splits(32, 3)),
+        (512, 4096, Splits(4, 16)),  # nothing is split for want of programs, and no short sequence at all
+        (512, 131072, Splits(32, 16)),
+        (8, 128, Splits(1, 2)),  # as little as this is not split
+        (8, 1024, Splits(8, 2)),
+        (100_000, 16, Splits(1, 16)),
     ],
 )
-def test_splits_follow_the_rule(tiles: int, keys: int, expected: int) -> None:
-    assert decode_splits(tiles, keys, 132, 64) == Splits(expected, least_blocks=2)
+def test_splits_follow_the_rule(tiles: int, keys: int, expected: Splits) -> None:
+    assert decode_splits(tiles, keys, 132, 64) == expected
 
 
 def test_a_batch_invariant_split_depends_on_nothing_but_the_block() -> None:

@@ -215,10 +215,10 @@ class Splits:
     fixed_blocks: int = 0
 
 
-# Keys in a split: no program takes more, so that long sequences do not finish alone; none takes less of its own accord,
-# since starting and joining cost as much as loading so many; and what batch invariance fixes.
-LONGEST_SPLIT, SHORTEST_SPLIT, FIXED_SPLIT = 2048, 128, 512
-PROGRAMS_PER_SM = 2
+PROGRAMS_PER_SM = 2  # that one sequence alone is split for
+EVEN_SPLIT, MOST_EVEN = 1024, 32  # keys in a split where there is enough to do: long sequences are not to finish alone
+LEAST_SPLIT = 128  # keys, since to start and to join a split costs about as much as to load so many
+FIXED_SPLIT = 512  # keys in every split of a batch-invariant call
 
 
 def decode_splits(
@@ -226,9 +226,11 @@ def decode_splits(
 ) -> Splits:
     """Choose into how many parts the keys are split.
 
-    Enough for `PROGRAMS_PER_SM` programs on each multiprocessor, and for splits of `LONGEST_SPLIT` keys at most; but no
-    more than have `SHORTEST_SPLIT` keys each. A batch-invariant call has splits of `FIXED_SPLIT` keys whatever else
-    there is to do, and a number that was asked for is taken as far as there are blocks.
+    Where tiles are few, into enough parts for `PROGRAMS_PER_SM` programs on each multiprocessor; where they are many,
+    into parts of about `EVEN_SPLIT` keys, up to `MOST_EVEN`, so that sequences of uneven length end together. A program
+    is given at least `LEAST_SPLIT` keys, and the more the fewer parts are needed to keep the device busy. A number that
+    was asked for is taken as far as there are blocks. A batch-invariant call has splits of `FIXED_SPLIT` keys, whatever
+    else there is to do.
 
     Args:
         tiles: tiles of rows, over all sequences and key heads.
@@ -239,8 +241,8 @@ def decode_splits(
 
     >>> decode_splits(tiles=8, keys=8192, sms=132, block_kv=64)  # one sequence: 33 programs for each of 8 key heads
     Splits(count=33, least_blocks=2, fixed_blocks=0)
-    >>> decode_splits(tiles=1024, keys=8192, sms=132, block_kv=64).count
-    4
+    >>> decode_splits(tiles=1024, keys=8192, sms=132, block_kv=64)
+    Splits(count=8, least_blocks=16, fixed_blocks=0)
     """
     blocks = max(-(-keys // block_kv), 1)
     if batch_invariant:
@@ -248,9 +250,10 @@ def decode_splits(
         return Splits(-(-blocks // fixed), fixed_blocks=fixed)
     if chosen:
         return Splits(min(chosen, blocks))
-    least = max(SHORTEST_SPLIT // block_kv, 1)
-    count = max(-(-PROGRAMS_PER_SM * sms // max(tiles, 1)), -(-keys // LONGEST_SPLIT))
-    return Splits(max(min(count, -(-blocks // least)), 1), least)
+    enough = -(-PROGRAMS_PER_SM * sms // max(tiles, 1))
+    even = min(-(-keys // EVEN_SPLIT), MOST_EVEN)
+    least = max(max(EVEN_SPLIT // enough, LEAST_SPLIT) // block_kv, 1)
+    return Splits(max(min(max(enough, even), -(-blocks // least)), 1), least)
 
 
 @lru_cache

@@ -6,8 +6,8 @@ share out what is there, and one whose split is empty leaves at once.
 
 A split's result is (out, lse), like that of any attention over some of the keys. Whichever program of a tile comes
 last joins them, by the rule of `merge` and in the order of the keys, so that the bits do not depend on who was last. A
-second kernel would do the same a launch later, which takes the host as long as the first, and the device some 3 us of
-15. The price is a counter for each tile, zero before and after.
+second kernel would do the same a launch later, which takes the host as long as the first, and leaves the device idle
+in between. The price is a counter for each tile, zero before and after.
 """
 # mypy: ignore-errors
 # Triton's values have no types that a checker knows.
