@@ -173,6 +173,39 @@ def test_activation_is_explicit_and_undone() -> None:
     assert adapter.active_implementation() is None
 
 
+def test_releases_of_torch_that_cannot_restore_their_kernel_are_activated_and_undone_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known: dict[str, Callable[[], object]] = {}
+    active: list[str] = []
+
+    def register(name: str, *, register_fn: Callable[[], object]) -> None:
+        known[name] = register_fn
+
+    def activate(name: str) -> None:
+        if name not in active:  # and for ever
+            known[name]()
+            active.append(name)
+
+    monkeypatch.setattr(torch.nn.attention, "register_flash_attention_impl", register, raising=False)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate, raising=False)
+    monkeypatch.setattr(
+        torch.nn.attention, "current_flash_attention_impl", lambda: active[0] if active else None, raising=False
+    )
+    monkeypatch.delattr(torch.nn.attention, "restore_flash_attention_impl", raising=False)
+    take_place = adapter._register
+    monkeypatch.setattr(adapter, "_register", lambda: take_place("CPU"))
+    q = torch.randn(1, 2, 8, 16)
+    for _ in range(2):
+        adapter.activate()
+        assert adapter.active_implementation() == "tilewise"
+        flash(q, q, q)
+        adapter.deactivate()
+        assert adapter.active_implementation() is None
+        with pytest.raises(NotImplementedError, match="CPU"):
+            flash(q, q, q)
+
+
 def test_a_torch_without_a_place_for_others_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl", raising=False)
     with pytest.raises(RuntimeError, match=r"adapters\.sdpa\.scaled_dot_product_attention"):

@@ -354,3 +354,16 @@ def test_releases_of_transformers_that_describe_masks_otherwise_are_refused(monk
 def test_importing_the_adapter_registers_nothing() -> None:
     code = "import sys, tilewise.adapters.transformers; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_documents_whose_longest_is_a_tensor_compile_into_one_graph() -> None:
+    torch._dynamo.reset()
+
+    def layer(x: torch.Tensor, bounds: torch.Tensor, longest: torch.Tensor) -> torch.Tensor:
+        told = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+        out, _ = attention_forward(torch.nn.Identity(), x, x, x, None, is_causal=True, **told)  # type: ignore[arg-type]
+        return out
+
+    x, told = torch.randn(1, 2, 5, 8, dtype=torch.float64), (torch.tensor([0, 3, 5]), torch.tensor(3))
+    out, expected = torch.compile(layer, backend="aot_eager", fullgraph=True)(x, *told), layer(x, *told)
+    assert testing.error(out, expected, expected, EPS).within

@@ -56,17 +56,15 @@ def install() -> bool:
     """Let ``import flash_attn`` give these functions, where the package itself is absent.
 
     ``flash_attn.flash_attn_interface`` and ``flash_attn.bert_padding`` come along; `uninstall` takes all of it back.
-    Code that looks for the distribution rather than the module, as transformers does, still finds none.
+    Code that looks for the distribution rather than the module, as transformers does, still finds none::
+
+        from tilewise.adapters import flash_attn
+
+        flash_attn.install()
+        from flash_attn import flash_attn_func
 
     Returns:
         True where ``import flash_attn`` now gives this module; False where the real package is there, and stays.
-
-    >>> install()
-    True
-    >>> from flash_attn import flash_attn_func as function
-    >>> function is flash_attn_func
-    True
-    >>> uninstall()
     """
     if is_installed():
         return True

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,6 +21,9 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from tilewise.adapters.probabilities import signed_probabilities
 from tilewise.api import attention
 from tilewise.problem.problem import Options, Tensors
+
+if TYPE_CHECKING:
+    from tilewise.problem.problem import Layout
 
 __all__ = ["SdpaPlan", "activate", "deactivate", "explain_sdpa", "scaled_dot_product_attention"]
 
@@ -122,26 +126,31 @@ def activate() -> None:
     Raises:
         RuntimeError: this torch has no place for a flash implementation of others.
     """
-    attention_module = torch.nn.attention
-    if not hasattr(attention_module, "activate_flash_attention_impl"):
+    registry = torch.nn.attention
+    if not hasattr(registry, "activate_flash_attention_impl"):
         raise RuntimeError(
             f"torch {torch.__version__} cannot exchange its flash kernel: call "
             "tilewise.adapters.sdpa.scaled_dot_product_attention, or install a newer torch"
         )
-    attention_module.register_flash_attention_impl(NAME, register_fn=_register)
-    attention_module.activate_flash_attention_impl(NAME)
+    registry.register_flash_attention_impl(NAME, register_fn=_take_place)
+    registry.activate_flash_attention_impl(NAME)
+    if not _is_in_place():  # releases that cannot restore their own kernel take a second activation for the first
+        _take_place()
 
 
 def deactivate() -> None:
     """Undo `activate`."""
-    if active_implementation() == NAME:
+    if active_implementation() == NAME and hasattr(torch.nn.attention, "restore_flash_attention_impl"):
         torch.nn.attention.restore_flash_attention_impl()
+    while _handles:
+        _handles.pop().remove()
 
 
 def active_implementation() -> str | None:
     """Name what has taken the place of PyTorch's flash kernel, or None."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
-    return None if current is None else current()
+    found = None if current is None else current()
+    return None if found == NAME and not _is_in_place() else found
 
 
 @dataclass
@@ -153,6 +162,18 @@ class _Handle:
     def remove(self) -> None:
         """Give the operators back to PyTorch."""
         self.library = None
+
+
+_handles: list[_Handle] = []
+
+
+def _is_in_place() -> bool:
+    return any(handle.library is not None for handle in _handles)
+
+
+def _take_place() -> _Handle:
+    _handles.append(_register())
+    return _handles[-1]
 
 
 def _register(device: str = "CUDA") -> _Handle:
@@ -182,16 +203,21 @@ def _flash_forward(
     """Serve aten::_scaled_dot_product_flash_attention, whose diagonal ends at the last query and the last key."""
     q, k, v = query.detach(), key.detach(), value.detach()
     seed = torch.randint(0, 2**63 - 1, (1,), device=q.device) if dropout_p else None
-    out, lse = attention(q, k, v, causal=is_causal, scale=scale, dropout=dropout_p, seed=seed, return_lse=True)
-    state, shown = q.new_zeros(2, dtype=torch.int64), q.new_empty(0)
+    options: _Options = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "seed": seed}
+    if _layout(query) == "bshd":
+        rows = (x.transpose(1, 2) for x in (q, k, v))  # (batch, len, heads, dim)
+        out, lse = attention(*rows, **options, layout="bshd", return_lse=True)
+        out = out.transpose(1, 2)
+    else:
+        out, lse = attention(q, k, v, **options, return_lse=True)
+    shown = q.new_empty(0)
+    state, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
     if seed is not None:
-        state[:1] = seed
-        shown = (
-            signed_probabilities(q, k, dropout_p, seed, causal=is_causal, scale=scale) if return_debug_mask else shown
-        )
-    unused = state.new_zeros(()).view(torch.uint64)
+        state = torch.cat((seed, seed)).view(torch.uint64)
+        if return_debug_mask:
+            shown = signed_probabilities(q, k, dropout_p, seed, causal=is_causal, scale=scale)
     len_q, len_kv = query.shape[2], key.shape[2]
-    return _laid_like(query, out), lse, None, None, len_q, len_kv, state.view(torch.uint64), unused, shown
+    return _laid_like(query, out), lse, None, None, len_q, len_kv, state, unused, shown
 
 
 def _flash_backward(
@@ -215,11 +241,29 @@ def _flash_backward(
     """Serve aten::_scaled_dot_product_flash_attention_backward."""
     seed = philox_seed.view(torch.int64)[:1] if dropout_p else None
     tensors = Tensors(q=query.detach(), k=key.detach(), v=value.detach(), seed=seed)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    options = Options(causal=is_causal, scale=scale, dropout=dropout_p, deterministic=deterministic, return_lse=True)
+    options = Options(
+        causal=is_causal,
+        scale=scale,
+        dropout=dropout_p,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        return_lse=True,
+        layout=_layout(query),
+    )
     needs = [True, True, True, False, False]
     grads = torch.ops.tilewise.attention_backward(*tensors, out, logsumexp, grad_out, None, *options, needs)
     return tuple(_laid_like(x, grad) for x, grad in zip((query, key, value), grads, strict=False))
+
+
+class _Options(TypedDict):
+    causal: bool
+    scale: float | None
+    dropout: float
+    seed: torch.Tensor | None
+
+
+def _layout(x: torch.Tensor) -> Layout:
+    """Name the order in which x (batch, heads, len, dim) lies in memory, where it is one of the two."""
+    return "bshd" if not x.is_contiguous() and x.transpose(1, 2).is_contiguous() else "bhsd"
 
 
 def _laid_like(x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
