@@ -361,6 +361,18 @@ def test_lse_is_left_out_where_nobody_reads_it() -> None:
     assert torch.equal(out, drawn.run(NAME)[0])
 
 
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_second_call_like_the_first_keeps_the_users_order_of_axes(is_view: bool) -> None:
+    t = Case("again", len_q=3).build("cpu", "float32").tensors
+    q = t.q.transpose(1, 2) if is_view else t.q.transpose(1, 2).contiguous()
+    k, v = (x.nan_to_num().transpose(1, 2) for x in (t.k_cache, t.v_cache))
+    first, second = (tilewise.attention_with_kvcache(q, k, v, layout="bhsd", backend=NAME) for _ in range(2))
+    want = tilewise.attention_with_kvcache(q, k, v, layout="bhsd", backend="torch_tiled")
+    assert first.shape == second.shape == want.shape
+    assert torch.equal(first, second)
+    assert torch.allclose(first, want, rtol=1e-5, atol=1e-6)
+
+
 def test_the_plan_of_a_call_names_its_tiles() -> None:
     drawn = Case("plan", len_q=7, heads_q=6).build("cpu", "float32")
     t = drawn.tensors

@@ -82,7 +82,8 @@ def tiles(problem: Problem) -> Tiles:
         larger = replace(sizes, block_q=max(rows, sizes.block_q))
         while larger.block_q > sizes.block_q and not _fits(larger, capability, dims, problem.itemsize):
             larger = replace(larger, block_q=larger.block_q // 2)
-        sizes = larger
+        # A bound on registers was found for the rows of the table.
+        sizes = sizes if larger.block_q == sizes.block_q else replace(larger, max_registers=None)
     # Behind a table of pages the compiler shares the stages out between loads of the table and loads of the keys.
     return replace(sizes, num_stages=2 * sizes.num_stages - 1) if _cache(problem).page_size else sizes
 
@@ -157,8 +158,8 @@ class Plan(NamedTuple):
 class Decode:
     """Calls of one form: each takes memory for its results, sees where the tensors lie, and launches.
 
-    Called with tensors in the order of `CacheTensors`, as the problem's specs describe them. Gives out, contiguous as
-    (batch, len_q, heads_q, dim_v), and lse, or None for it.
+    Called with tensors in the order of `CacheTensors`, as the problem's specs describe them or in the user's order of
+    axes. Gives out, contiguous as (batch, len_q, heads_q, dim_v), and lse, or None for it.
     """
 
     def __init__(self, problem: Problem, with_lse: bool) -> None:
@@ -166,7 +167,8 @@ class Decode:
         self._device = torch.device(problem.device)
         self._float = torch.empty(0, dtype=torch.float32, device=self._device)  # to make more of its kind
         self._out = (problem.batch, problem.len_q, problem.heads_q, problem.dim_v)
-        self._is_like_q = problem.specs["q"][:2] == contiguous(self._out)
+        # A settled call is given tensors in the user's order of axes, which matters here alone.
+        self._is_like_q = problem.layout == "bshd" and problem.specs["q"][:2] == contiguous(self._out)
         self._lse = problem.lse_shape if with_lse else None
         turns = "rotary_cos" in problem.specs
         self._turned = (problem.batch, problem.len_q, problem.heads_q, problem.dim_qk) if turns else None
