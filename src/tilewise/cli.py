@@ -1,4 +1,4 @@
-"""The command line: reads options, prints results. What the commands do is in `tilewise.bench`.
+"""The command line: reads options, prints results. What the commands do is in `tilewise.bench` and `tilewise.lab`.
 
 torch is imported inside the commands, so that ``tilewise --help`` answers at once.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from tilewise.bench.terminal import example, open_console, print_blocks, show_progress, whole_numbers, words
+from tilewise.lab.commands import COMMANDS as LAB
 
 if TYPE_CHECKING:
     from tilewise.bench.report import Report
@@ -379,6 +380,12 @@ def _window(text: str | None) -> tuple[int | None, int | None] | None:
     except ValueError:
         raise ValueError(f"window must be two whole numbers, such as 256,0; got {text!r}") from None
     return left, right
+
+
+# ---- the lab --------------------------------------------------------------------------------------------------------
+
+for _name, _function, _examples in LAB:
+    app.command(_name, epilog=example(*_examples))(_function)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleRenderable
 
+WIDEST = 240  # columns of a table
+
 
 def example(*lines: str) -> str:
     """Write examples so that they stand below a command's help as they are typed."""
@@ -53,10 +55,13 @@ def open_console() -> Console:
 
 
 def print_blocks(blocks: Iterable[ConsoleRenderable | str]) -> None:
-    """Print text and tables in order; a terminal breaks lines of text where it likes."""
+    """Print text and tables in order; a terminal breaks lines of text where it likes, and no cell is ever cut off."""
     console = open_console()
+    width = console.width
     for block in blocks:
-        console.print(block, soft_wrap=isinstance(block, str) and console.is_terminal)
+        text = isinstance(block, str)
+        console.width = width if text else max(width, WIDEST)
+        console.print(block, soft_wrap=text and console.is_terminal)
 
 
 @contextmanager

@@ -1,0 +1,95 @@
+"""The lab's commands: options in, tables out. `tilewise.cli` takes them from `COMMANDS`.
+
+Everything heavy is imported inside the commands, so that ``tilewise --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilewise.bench.terminal import print_blocks
+
+Heads = Annotated[int, typer.Option(help="Query heads.")]
+HeadsKv = Annotated[int | None, typer.Option(help="Key heads.  [default: as many]")]
+Dtype = Annotated[str, typer.Option(help="Of q, k, v and out.")]
+Causal = Annotated[bool, typer.Option("--causal", help="Hide keys behind the diagonal.")]
+JsonFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the results.")]
+
+
+def writable(*files: Path | None) -> None:
+    """Refuse files whose folder is not there, before anything is computed.
+
+    Raises:
+        ValueError: it names the file.
+    """
+    for file in files:
+        if file is not None and not file.resolve().parent.is_dir():
+            raise ValueError(f"cannot write {file}: there is no folder {file.parent}")
+
+
+# ---- count ----------------------------------------------------------------------------------------------------------
+
+
+def count(
+    n: Annotated[int, typer.Option("--n", help="Queries, and keys.")] = 16384,
+    d: Annotated[int, typer.Option("--d", help="Head dim.")] = 128,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    heads: Heads = 1,
+    heads_kv: HeadsKv = None,
+    dtype: Dtype = "float16",
+    causal: Causal = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Count the backward pass too.")] = False,
+    block_q: Annotated[int, typer.Option(help="Queries in a tile.")] = 128,
+    block_kv: Annotated[int, typer.Option(help="Keys in a tile.")] = 64,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME,...", help="Data sheets, or here: this machine, measured.  [default: all sheets]"),
+    ] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="What if main memory moved so many GB/s?")] = None,
+    sram_bandwidth: Annotated[float | None, typer.Option(help="What if on-chip memory moved so many GB/s?")] = None,
+    flops: Annotated[float | None, typer.Option(help="What if arithmetic made so many TFLOP/s?")] = None,
+    json: JsonFile = None,
+) -> None:
+    """Count operations, bytes and memory of each way to compute attention, and the least time on a device."""
+    writable(json)
+    from tilewise.lab import count as counting
+
+    question = counting.Question(
+        length=n,
+        dim=d,
+        batch=batch,
+        heads_q=heads,
+        heads_kv=heads if heads_kv is None else heads_kv,
+        dtype=dtype,
+        causal=causal,
+        block_q=block_q,
+        block_kv=block_kv,
+    )
+    on = counting.devices(
+        [name.strip() for text in device or [] for name in text.split(",")],  # names have spaces
+        dtype,
+        bandwidth=None if bandwidth is None else bandwidth * 1e9,
+        onchip_bandwidth=None if sram_bandwidth is None else sram_bandwidth * 1e9,
+        flops=None if flops is None else flops * 1e12,
+    )
+    print_blocks(counting.blocks(question, on, backward=backward))
+    if json is not None:
+        json.write_text(json_format.dumps(counting.record(question, on), indent=1) + "\n", encoding="utf-8")
+
+
+# Name, command, and what stands below its help as examples.
+COMMANDS: tuple[tuple[str, Callable[..., int | None], tuple[str, ...]], ...] = (
+    (
+        "count",
+        count,
+        (
+            "tilewise count --n 8192 --d 128 --causal --backward --device H200,A100",
+            "tilewise count --device A100 --bandwidth 19500",
+        ),
+    ),
+)
