@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = sorted((ROOT / "docs" / "kernels").glob("*.md"))
+PAGES = [ROOT / "docs" / "hopper.md", *sorted((ROOT / "docs" / "kernels").glob("*.md"))]
 BLOCK = re.compile(r"(?:^From `([^`]+)`:\n\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DEFAULT_TILES = "online 2048x8 w32 x2"  # how the sweep names what is now the default for long rows
 

@@ -121,8 +121,7 @@ class Settings(NamedTuple):
         groups: consumers, with 64 queries each: 2 or 3.
         block_kv: keys in a block.
         stages: blocks of keys, and of values, that the rings hold.
-        q_buffers: tiles of queries in flight: with 2, one is copied or stored while the other is computed; with 3, a
-            tile begins while the one before ends.
+        q_buffers: tiles of queries in flight: with 2, one is copied or stored while the other is computed.
         consumer_registers, producer_registers: registers of a thread in the partitions after the first.
         ping_pong: consumers take turns at starting products.
         lazy: row_max moves only when p would exceed 2**8, and then alone acc is rescaled.
@@ -171,16 +170,15 @@ TABLE: Mapping[tuple[int, bool], tuple[tuple[int, Settings], ...]] = {
 def settings(problem: Problem) -> Settings:
     """Choose the settings of the forward pass from the table.
 
-    Packed sequences count by their mean length. Tiles of unequal work are shared out by a counter, three consumers have
-    no registers for a softcap, and where v's head dim is another than q's, out takes memory of its own.
+    Packed sequences count by their mean length. Tiles of unequal work are shared out by a counter, and three consumers
+    have no registers for a softcap.
     """
     length = problem.total_q // max(problem.batch, 1) if problem.kind == "varlen" else problem.len_q
-    dim_qk, dim_v = padded(problem.dim_qk), padded(problem.dim_v)
-    rows = TABLE[max(dim_qk, dim_v), not problem.mask.band.is_open]
+    rows = TABLE[padded(max(problem.dim_qk, problem.dim_v)), not problem.mask.band.is_open]
     chosen = next(row for most, row in rows if length <= most or (problem.score.softcap and row.groups == 2))
     if chosen.schedule == "static" and (problem.kind == "varlen" or problem.mask.ranged):
         chosen = chosen._replace(schedule="dynamic")
-    return chosen if dim_qk == dim_v else chosen._replace(q_buffers=min(chosen.q_buffers, 2))
+    return chosen
 
 
 def tiles(problem: Problem) -> Tiles:

@@ -27,14 +27,8 @@ from tilewise.kernels.gluon.compat import (
     tma_store,
     tma_store_wait,
     warp_specialize,
-)
-from tilewise.kernels.gluon.forward_steps import (
-    TURN,
-    accumulator,
-    change_tiles,
-    first_step,
-    last_values,
-    step,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from tilewise.kernels.gluon.schedule import (
     GROUP_ROWS,
@@ -47,7 +41,7 @@ from tilewise.kernels.gluon.schedule import (
     put_place,
     visited,
 )
-from tilewise.kernels.gluon.softmax import LOG2E, rows_see
+from tilewise.kernels.gluon.softmax import LOG2E, finish_rows, rows_see, softmax_step, to_rows_of
 from tilewise.kernels.gluon.sync import (
     arrive,
     count,
@@ -55,10 +49,13 @@ from tilewise.kernels.gluon.sync import (
     lane_id,
     named_arrive,
     named_sync,
+    pack,
+    rescale_if_moved,
     wait,
-    wait_if,
 )
+from tilewise.kernels.triton.steps import scalar_of
 
+TURN = gl.constexpr(8)  # the first of the hardware's barriers by which consumers take turns
 WARPS = gl.constexpr(4)  # in a consumer: an empty barrier counts them
 
 # ---- producer -------------------------------------------------------------------------------------------------------
@@ -162,85 +159,164 @@ def load_block(rows_map, rows, ring, bars, loaded, FULL: gl.constexpr, EMPTY: gl
 
 
 @gluon.jit
-def middle_steps(used, q, ring, lane, state, place, stop, tile, band, score_with, G: gl.constexpr, PLAN: gl.constexpr):
-    """Take a tile from its second block of keys to its last."""
-    first, _ = visited(place, band, PLAN)
-    bare, left_masked, steps = masked_steps(place[0] + G * GROUP_ROWS, first, stop, place, band, PLAN)
-    if PLAN.right_masked:
-        for i in range(1, bare):
-            state = step(i, used, q, ring, lane, state, tile, score_with, True, G, PLAN)
-            used += 1
-    for i in range(bare, left_masked):
-        state = step(i, used, q, ring, lane, state, tile, score_with, False, G, PLAN)
-        used += 1
-    if PLAN.left_masked:
-        for i in range(left_masked, steps):
-            state = step(i, used, q, ring, lane, state, tile, score_with, True, G, PLAN)
-            used += 1
-    return state, used
+def first_step(used, q, ring, lane, tile, score_with, G: gl.constexpr, PLAN: gl.constexpr):
+    """Take the softmax of a tile's first block of keys, always masked; there are no values to add yet."""
+    B: gl.constexpr = barriers(PLAN)
+    k_buffers, v_buffers = ring
+    factor, softcap = score_with
+    seen, stop = tile
+    stage = used % PLAN.stages
+    wait(B.k_full + stage, (used // PLAN.stages) & 1, PLAN.bar_off)
+    if PLAN.ping_pong:
+        named_sync(TURN + G, 256)
+    score_begun = begin_score(q, k_buffers, stage, PLAN)
+    if PLAN.ping_pong:
+        named_arrive(TURN + (G + 1) % PLAN.groups, 256)
+    score = warpgroup_mma_wait(0, deps=(score_begun,))
+    arrive(B.k_empty + stage, lane, PLAN.bar_off)
+    how = (factor, softcap, PLAN.negative, seen, (stop - 1) * PLAN.block_kv)
+    p, rows, rescale = softmax_step(score, (), how, True, PLAN.lazy)
+    acc = gl.zeros([GROUP_ROWS, PLAN.dim_v], gl.float32, accumulator(PLAN.dim_v))
+    return acc, operand_of(p, acc, v_buffers.dtype, PLAN), rows, rescale
 
 
 @gluon.jit
-def tile_at(place, band, G: gl.constexpr, PLAN: gl.constexpr):
-    """Give a consumer's queries in a tile, and (what each of them sees, the block behind the last one)."""
+def step(i, used, q, ring, lane, state, tile, score_with, MASKED: gl.constexpr, G: gl.constexpr, PLAN: gl.constexpr):
+    """Multiply q with block i of the keys beside p(i-1) with the values before, then take the softmax."""
+    B: gl.constexpr = barriers(PLAN)
+    k_buffers, v_buffers = ring
+    factor, softcap = score_with
+    seen, stop = tile
+    acc, p, rows, rescale = state
+    stage = used % PLAN.stages
+    before = used - 1
+    stage_before = before % PLAN.stages
+    wait(B.k_full + stage, (used // PLAN.stages) & 1, PLAN.bar_off)
+    if PLAN.ping_pong:
+        named_sync(TURN + G, 256)
+    score_begun = begin_score(q, k_buffers, stage, PLAN)
+    wait(B.v_full + stage_before, (before // PLAN.stages) & 1, PLAN.bar_off)
+    if PLAN.lazy:  # seldom taken, and under q k^T
+        acc = rescale_if_moved(acc, to_rows_of(rescale, acc))
+    acc_begun = add_values(p, v_buffers, stage_before, acc, PLAN)
+    if PLAN.ping_pong:
+        named_arrive(TURN + (G + 1) % PLAN.groups, 256)
+    score = warpgroup_mma_wait(1, deps=(score_begun,))
+    arrive(B.k_empty + stage, lane, PLAN.bar_off)
+    # ptxas lifts the wait for p v to just behind the maximum, and packs exponentials, conversions and the rescale into
+    # one block behind it. Every way to hold it back was slower: another consumer keeps the tensor cores busy meanwhile.
+    how = (factor, softcap, PLAN.negative, seen, (stop - 1 - i) * PLAN.block_kv)
+    p_next, rows, rescale = softmax_step(score, rows, how, MASKED, PLAN.lazy)
+    acc, p = warpgroup_mma_wait(0, deps=(acc_begun, p))
+    arrive(B.v_empty + stage_before, lane, PLAN.bar_off)
+    if not PLAN.lazy:
+        acc = acc * to_rows_of(rescale, acc)[:, None]
+    return acc, operand_of(p_next, acc, v_buffers.dtype, PLAN), rows, rescale
+
+
+@gluon.jit
+def last_values(used, ring, lane, state, place, q_pos, lse_ptr, sinks, heads, total_q, PLAN: gl.constexpr):
+    """Add the last block's values, with lse in its shadow; give the finished tile of out, in float32."""
+    B: gl.constexpr = barriers(PLAN)
+    _, v_buffers = ring
+    acc, p, rows, rescale = state
+    _, head, sequence, len_q, _, _, q_base = place
+    before = used - 1
+    stage = before % PLAN.stages
+    if PLAN.lazy:
+        acc = acc * to_rows_of(rescale, acc)[:, None]
+    wait(B.v_full + stage, (before // PLAN.stages) & 1, PLAN.bar_off)
+    acc_begun = add_values(p, v_buffers, stage, acc, PLAN)
+    inverse, lse = finish_rows(rows, sink_of(sinks, sequence, head))
+    if lse_ptr is not None:
+        of_all = head if PLAN.packed else sequence * heads + head
+        gl.store(lse_ptr + of_all.to(gl.int64) * total_q + (q_base + q_pos), lse, mask=q_pos < len_q)
+    acc, p = warpgroup_mma_wait(0, deps=(acc_begun, p))
+    arrive(B.v_empty + stage, lane, PLAN.bar_off)
+    return acc * to_rows_of(inverse, acc)[:, None]
+
+
+@gluon.jit
+def begin_score(q, k_buffers, stage, PLAN: gl.constexpr):
+    """Start q k^T, asynchronously."""
+    LAYOUT: gl.constexpr = accumulator(PLAN.block_kv)
+    k = k_buffers.index(stage).reshape([PLAN.block_kv, PLAN.dim_qk])
+    zero = gl.zeros([GROUP_ROWS, PLAN.block_kv], gl.float32, LAYOUT)
+    return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_values(p, v_buffers, stage, acc, PLAN: gl.constexpr):
+    """Start acc + p v, asynchronously."""
+    return warpgroup_mma(p, v_buffers.index(stage).reshape([PLAN.block_kv, PLAN.dim_v]), acc, is_async=True)
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """Give the layout of a product's result: rows over four warps of 16."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.jit
+def operand_of(p, acc, DTYPE: gl.constexpr, PLAN: gl.constexpr):
+    """Round p to what the second product reads, from registers."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
+    return gl.convert_layout(pack(p, DTYPE) if PLAN.pack else p.to(DTYPE), LAYOUT)
+
+
+@gluon.jit
+def consume(out_map, lse_ptr, sinks, buffers, bars, work, band, score_with, G: gl.constexpr, PLAN: gl.constexpr):
+    """Compute rows G * 64 to G * 64 + 64 of each tile of queries that the producer hands over."""
+    B: gl.constexpr = barriers(PLAN)
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(PLAN.block_kv))
-    q_pos = place[0] + G * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=ROWS)
-    _, stop = visited(place, band, PLAN)
-    return q_pos, (rows_see(q_pos, place[4], place[5], band), stop)
-
-
-@gluon.jit
-def take_place(taken, lane, sizes, PLAN: gl.constexpr):
-    """Wait for the place of tile number ``taken``, and make room for another."""
-    B: gl.constexpr = barriers(PLAN)
-    slot = taken & 1
-    wait(B.tile_full + slot, (taken >> 1) & 1, PLAN.bar_off)
-    place = get_place(slot, sizes[0], sizes[1], sizes[2], PLAN)
-    arrive(B.tile_empty + slot, lane, PLAN.bar_off)
-    return place
-
-
-@gluon.jit
-def q_of(taken, q_buffers, G: gl.constexpr, PLAN: gl.constexpr):
-    """Wait for a consumer's queries of tile number ``taken``; give them and their buffer's number."""
-    B: gl.constexpr = barriers(PLAN)
-    buffer = G * PLAN.q_buffers + taken % PLAN.q_buffers
-    wait(B.q_full + buffer, (taken // PLAN.q_buffers) & 1, PLAN.bar_off)
-    return q_buffers.index(buffer).reshape([GROUP_ROWS, PLAN.dim_qk]), buffer
-
-
-@gluon.jit
-def tiles_apart(out_map, lse_ptr, sinks, buffers, band, work, score_with, G: gl.constexpr, PLAN: gl.constexpr):
-    """End each tile before the next begins."""
-    B: gl.constexpr = barriers(PLAN)
     q_buffers, k_buffers, v_buffers, out_buffers = buffers
     ring = (k_buffers, v_buffers)
     _, _, heads, _, _, len_q, len_kv, offset, _, _ = work
-    sizes = (len_q, len_kv, offset)
     lane = lane_id()
     used = 0  # blocks of keys so far
     taken = 0  # tiles so far
     if PLAN.ping_pong and PLAN.groups - 1 == G:
         named_arrive(TURN, 256)  # consumer 0 goes first
-    place = take_place(0, lane, sizes, PLAN)
+    wait(B.tile_full, 0, PLAN.bar_off)
+    place = get_place(0, len_q, len_kv, offset, PLAN)
+    arrive(B.tile_empty, lane, PLAN.bar_off)
     while place[0] >= 0:
-        q_pos, tile = tile_at(place, band, G, PLAN)
-        q, buffer = q_of(taken, q_buffers, G, PLAN)
+        first, stop = visited(place, band, PLAN)
+        start = place[0] + G * GROUP_ROWS
+        bare, left_masked, steps = masked_steps(start, first, stop, place, band, PLAN)
+        q_pos = start + gl.arange(0, GROUP_ROWS, layout=ROWS)
+        tile = (rows_see(q_pos, place[4], place[5], band), stop)
+        turn = taken % PLAN.q_buffers
+        buffer = G * PLAN.q_buffers + turn
+        q = q_buffers.index(buffer).reshape([GROUP_ROWS, PLAN.dim_qk])
+        wait(B.q_full + buffer, (taken // PLAN.q_buffers) & 1, PLAN.bar_off)
         state = first_step(used, q, ring, lane, tile, score_with, G, PLAN)
         used += 1
         if PLAN.q_buffers == 2 and taken > 0:  # the last tile's output has left its buffer by now
             tma_store_wait(0)
             thread_barrier()
-            arrive(B.q_empty + G * PLAN.q_buffers + (taken - 1) % PLAN.q_buffers, lane, PLAN.bar_off)
-        state, used = middle_steps(used, q, ring, lane, state, place, tile[1], tile, band, score_with, G, PLAN)
-        ends = (place, q_pos, lse_ptr, sinks, heads, len_q)
-        out = last_values(used, ring, lane, state, ends, PLAN)
+            arrive(B.q_empty + G * PLAN.q_buffers + (1 - turn), lane, PLAN.bar_off)
+        if PLAN.right_masked:
+            for i in range(1, bare):
+                state = step(i, used, q, ring, lane, state, tile, score_with, True, G, PLAN)
+                used += 1
+        for i in range(bare, left_masked):
+            state = step(i, used, q, ring, lane, state, tile, score_with, False, G, PLAN)
+            used += 1
+        if PLAN.left_masked:
+            for i in range(left_masked, steps):
+                state = step(i, used, q, ring, lane, state, tile, score_with, True, G, PLAN)
+                used += 1
+        out = last_values(used, ring, lane, state, place, q_pos, lse_ptr, sinks, heads, len_q, PLAN)
         # Out leaves through this tile's own buffer of q; where the next tile lies is asked meanwhile.
-        out_buffers.index(buffer).reshape([GROUP_ROWS, PLAN.dim_v]).store(out)
+        out_buffers.index(buffer).reshape([GROUP_ROWS, PLAN.dim_v]).store(out.to(v_buffers.dtype))
         fence_async_shared()
-        rows = coordinates(place[2], place[1], place[6], place[3], place[0] + G * GROUP_ROWS, PLAN.packed)
+        rows = coordinates(place[2], place[1], place[6], place[3], start, PLAN.packed)
         taken += 1
-        place = take_place(taken, lane, sizes, PLAN)
+        slot = taken & 1
+        wait(B.tile_full + slot, (taken >> 1) & 1, PLAN.bar_off)
+        place = get_place(slot, len_q, len_kv, offset, PLAN)
+        arrive(B.tile_empty + slot, lane, PLAN.bar_off)
         tma_store(out_map, rows, out_buffers.index(buffer))
         if PLAN.q_buffers == 1:
             tma_store_wait(0)
@@ -253,60 +329,15 @@ def tiles_apart(out_map, lse_ptr, sinks, buffers, band, work, score_with, G: gl.
 
 
 @gluon.jit
-def tiles_chained(out_map, lse_ptr, sinks, buffers, band, work, score_with, G: gl.constexpr, PLAN: gl.constexpr):
-    """Begin each tile while the one before ends."""
-    B: gl.constexpr = barriers(PLAN)
-    q_buffers, k_buffers, v_buffers, out_buffers = buffers
-    ring = (k_buffers, v_buffers)
-    _, _, heads, _, _, len_q, len_kv, offset, _, _ = work
-    sizes = (len_q, len_kv, offset)
-    lane = lane_id()
-    if PLAN.ping_pong and PLAN.groups - 1 == G:
-        named_arrive(TURN, 256)  # consumer 0 goes first
-    place = take_place(0, lane, sizes, PLAN)
-    if place[0] >= 0:
-        q_pos, tile = tile_at(place, band, G, PLAN)
-        q, buffer = q_of(0, q_buffers, G, PLAN)
-        state = first_step(0, q, ring, lane, tile, score_with, G, PLAN)
-        used = gl.to_tensor(1)  # blocks of keys so far
-        taken = gl.to_tensor(0)  # tiles so far
-        while place[0] >= 0:
-            q_pos, tile = tile_at(place, band, G, PLAN)
-            buffer = G * PLAN.q_buffers + taken % PLAN.q_buffers
-            q = q_buffers.index(buffer).reshape([GROUP_ROWS, PLAN.dim_qk])
-            state, used = middle_steps(used, q, ring, lane, state, place, tile[1], tile, band, score_with, G, PLAN)
-            place_next = take_place(taken + 1, lane, sizes, PLAN)
-            if taken > 0:  # the output before this one has left its buffer long ago
-                tma_store_wait(0)
-                thread_barrier()
-                arrive(B.q_empty + G * PLAN.q_buffers + (taken - 1) % PLAN.q_buffers, lane, PLAN.bar_off)
-            ends = (place, q_pos, lse_ptr, sinks, heads, len_q)
-            out_rows = out_buffers.index(buffer).reshape([GROUP_ROWS, PLAN.dim_v])
-            more = place_next[0] >= 0
-            tile_next = tile_at(place_next, band, G, PLAN)[1]
-            buffer_next = G * PLAN.q_buffers + (taken + 1) % PLAN.q_buffers
-            q_next = q_buffers.index(buffer_next).reshape([GROUP_ROWS, PLAN.dim_qk])
-            wait_if(more, B.q_full + buffer_next, ((taken + 1) // PLAN.q_buffers) & 1, PLAN.bar_off)
-            out, state = change_tiles(used, more, q_next, ring, lane, state, ends, tile_next, score_with, G, PLAN)
-            used += 1
-            out_rows.store(out)
-            fence_async_shared()
-            rows = coordinates(place[2], place[1], place[6], place[3], place[0] + G * GROUP_ROWS, PLAN.packed)
-            tma_store(out_map, rows, out_buffers.index(buffer))
-            place = place_next
-            taken += 1
-        tma_store_wait(0)
-    if PLAN.ping_pong and G == 0:
-        named_sync(TURN, 256)  # take the last pending turn, so that the barrier ends balanced
-
-
-@gluon.jit
-def consume(out_map, lse_ptr, sinks, buffers, band, work, score_with, G: gl.constexpr, PLAN: gl.constexpr):
-    """Compute rows G * 64 to G * 64 + 64 of each tile of queries that the producer hands over."""
-    if PLAN.q_buffers > 2:
-        tiles_chained(out_map, lse_ptr, sinks, buffers, band, work, score_with, G, PLAN)
+def sink_of(sinks, sequence, head):
+    """Give a head's sink in base 2 as (score,), or (); -inf behind the last packed sequence."""
+    sink_ptr, batch_stride, head_stride = sinks
+    if sink_ptr is None:
+        sink = ()
     else:
-        tiles_apart(out_map, lse_ptr, sinks, buffers, band, work, score_with, G, PLAN)
+        value = scalar_of(sink_ptr, gl.maximum(sequence, 0), head, batch_stride, head_stride)[0]
+        sink = (gl.where(sequence < 0, -float("inf"), value * LOG2E),)
+    return sink
 
 
 # ---- kernel ---------------------------------------------------------------------------------------------------------
@@ -354,8 +385,8 @@ def attention_forward(
     if GROUPS == 2:
         warp_specialize(
             [
-                (consume, (out_map, lse_ptr, sinks, smem, band, work, score_with, 0, PLAN)),
-                (consume, (out_map, lse_ptr, sinks, smem, band, work, score_with, 1, PLAN)),
+                (consume, (out_map, lse_ptr, sinks, smem, bars, work, band, score_with, 0, PLAN)),
+                (consume, (out_map, lse_ptr, sinks, smem, bars, work, band, score_with, 1, PLAN)),
                 (produce, (loads, (q_s, k_s, v_s), bars, counter_ptr, work, band, ranges, PLAN)),
             ],
             [4, 1],
@@ -364,9 +395,9 @@ def attention_forward(
     else:
         warp_specialize(
             [
-                (consume, (out_map, lse_ptr, sinks, smem, band, work, score_with, 0, PLAN)),
-                (consume, (out_map, lse_ptr, sinks, smem, band, work, score_with, 1, PLAN)),
-                (consume, (out_map, lse_ptr, sinks, smem, band, work, score_with, 2, PLAN)),
+                (consume, (out_map, lse_ptr, sinks, smem, bars, work, band, score_with, 0, PLAN)),
+                (consume, (out_map, lse_ptr, sinks, smem, bars, work, band, score_with, 1, PLAN)),
+                (consume, (out_map, lse_ptr, sinks, smem, bars, work, band, score_with, 2, PLAN)),
                 (produce, (loads, (q_s, k_s, v_s), bars, counter_ptr, work, band, ranges, PLAN)),
             ],
             [4, 4, 1],
