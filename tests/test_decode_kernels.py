@@ -204,9 +204,42 @@ def test_counters_are_zero_again_and_a_second_call_sees_its_own_lengths(monkeypa
     assert not any(bool(x.any()) for x in counters)
 
 
-def rows_of(drawn: Drawn, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    case = replace(drawn.case, batch_invariant=True)
-    return replace(drawn, case=case, tensors=drawn.tensors._replace(**changes)).copy().run(NAME)
+def company(page_size: int = 0, window: tuple[int | None, int | None] = (None, None)) -> Drawn:
+    """Draw sequences in which a query sees a block less than the next one."""
+    case = Case(
+        "company",
+        heads_q=4,
+        heads_kv=1,
+        len_q=3,
+        capacity=150,
+        lengths=(146, 3, 98),
+        window=window,
+        page_size=page_size,
+    )
+    return case.build("cpu", "float32")
+
+
+def differing_rows(drawn: Drawn, **how: Any) -> list[tuple[int, int]]:
+    """Name the queries whose bits, alone in a batch and alone in their sequence, are not those they have in company."""
+
+    def rows(**changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        changed = drawn.tensors._replace(**changes)
+        return replace(drawn, case=replace(drawn.case, **how), tensors=changed).copy().run(NAME)
+
+    t, differing = drawn.tensors, []
+    out, lse = rows()
+    for sequence in range(3):
+        own = slice(sequence, sequence + 1)
+        one: dict[str, Any] = {} if t.block_table is None else {"block_table": t.block_table[own]}
+        if t.block_table is None:
+            one = {"k_cache": t.k_cache[own], "v_cache": t.v_cache[own]}
+        for query in range(3):  # as they were before the later keys came
+            held = case_lengths(t)[own] - (2 - query)
+            single = rows(q=t.q[own, query : query + 1], cache_seqlens=held, **one)
+            same_out = torch.equal(single[0], out[own, query : query + 1])
+            if not (same_out and torch.equal(single[1], lse[own, :, query : query + 1])):
+                differing.append((sequence, query))
+    return differing
 
 
 @pytest.mark.parametrize("window", [(None, None), (25, 0)])
@@ -215,32 +248,11 @@ def test_batch_invariant_bits_do_not_depend_on_the_company_of_a_row(
     page_size: int, window: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tilewise.machine.tiles.FIXED_SPLIT", 32)
-    case = Case(
-        "company",
-        heads_q=4,
-        heads_kv=1,
-        len_q=3,
-        capacity=150,
-        lengths=(130, 3, 90),
-        window=window,
-        page_size=page_size,
-    )
-    drawn = case.build("cpu", "float32")
-    t = drawn.tensors
-    out, lse = rows_of(drawn)
-    for sequence in range(3):
-        own = slice(sequence, sequence + 1)
-        table = None if t.block_table is None else t.block_table[own]
-        caches = {} if page_size else {"k_cache": t.k_cache[own], "v_cache": t.v_cache[own]}
-        one: dict[str, Any] = {"block_table": table, **caches}
-        alone = rows_of(drawn, q=t.q[own], cache_seqlens=case_lengths(t)[own], **one)
-        assert torch.equal(alone[0], out[own])
-        assert torch.equal(alone[1], lse[own])
-        for query in range(3):  # the queries one at a time, as they were before the later keys came
-            held = case_lengths(t)[own] - (2 - query)
-            single = rows_of(drawn, q=t.q[own, query : query + 1], cache_seqlens=held, **one)
-            assert torch.equal(single[0], out[own, query : query + 1])
-            assert torch.equal(single[1], lse[own, :, query : query + 1])
+    assert differing_rows(company(page_size, window), batch_invariant=True) == []
+
+
+def test_without_batch_invariance_bits_do_depend_on_it() -> None:
+    assert (0, 0) in differing_rows(company(), num_splits=3)
 
 
 def case_lengths(tensors: CacheTensors) -> torch.Tensor:
