@@ -201,12 +201,17 @@ CACHES += [(name, "static", False) for name in ("llama", "mistral")]  # as on a 
 
 @pytest.mark.parametrize(("name", "argument"), [("gemma2", "softcap"), ("gpt_oss", "s_aux"), ("t5", "position_bias")])
 def test_an_argument_that_were_lost_would_be_noticed(name: str, argument: str) -> None:
+    asked = []
+
     def forgetful(*arguments: object, **options: object) -> object:
+        asked.append(argument)
         return attention_forward(*arguments, **(options | {argument: None}))  # type: ignore[arg-type]
 
     transformers.AttentionInterface.register("tilewise_forgetful", forgetful)
     transformers.AttentionMaskInterface.register("tilewise_forgetful", adapter.key_ranges)
     errors = judge(build(name), inputs_for(name, "left"), "tilewise_forgetful")
+    if not asked:
+        pytest.skip(f"in this release of transformers, {name} computes its attention by itself")
     assert not any(error.within for error in errors), errors
 
 
