@@ -20,7 +20,9 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import triton
@@ -92,7 +94,7 @@ class Kernel(Protocol):
     """The parts of Triton's JITFunction that are used here."""
 
     params: list[Parameter]
-    cache_key: str
+    fn: FunctionType
     __name__: str
 
     def is_gluon(self) -> bool:
@@ -346,7 +348,8 @@ def _key(
         FORMAT,
         triton.__version__,
         Path(__file__).read_text(encoding="utf-8"),  # how the compiler is asked
-        kernel.cache_key,
+        kernel.__name__,
+        _sources(kernel.fn.__code__.co_filename),
         sorted(kinds.items()),
         sorted((name, repr(value)) for name, value in fixed.items()),
         capability,
@@ -355,6 +358,18 @@ def _key(
         os.environ.get("TRITON_PTXAS_PATH", ""),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
+
+
+@cache
+def _sources(own: str) -> str:
+    """Hash the files that a kernel may be made of: its own, and all that kernels of this package share.
+
+    Triton's own key of a kernel changes with which kernels were asked for before: what one process keeps, another would
+    not find. And it is made by parsing every function, which takes longer than reading files.
+    """
+    package = Path(__file__).parents[1]
+    files = sorted({Path(own), *(package / "kernels").rglob("*.py"), *(package / "problem").rglob("*.py")})
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
 
 def kept(path: Path, make: Callable[[], Binary]) -> Binary:
