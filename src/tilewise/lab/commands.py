@@ -82,6 +82,38 @@ def count(
         json.write_text(json_format.dumps(counting.record(question, on), indent=1) + "\n", encoding="utf-8")
 
 
+# ---- step -----------------------------------------------------------------------------------------------------------
+
+
+def step(
+    file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON or .npz with q, k, v and, if it likes, d_out.  [default: small ones]"),
+    ] = None,
+    row: Annotated[
+        str | None, typer.Option(metavar="X,X,...", help="Watch the softmax of these numbers alone; -inf is one.")
+    ] = None,
+    block_q: Annotated[int, typer.Option(help="Queries in a tile.")] = 2,
+    block_kv: Annotated[int, typer.Option(help="Keys in a block.")] = 2,
+    causal: Causal = False,
+    scale: Annotated[float, typer.Option(help="What products of queries and keys are multiplied by.")] = 1.0,
+    backward: Annotated[bool, typer.Option("--backward", help="Watch the backward pass too.")] = False,
+) -> None:
+    """Watch the online softmax and a tile of queries run over blocks of keys, number by number."""
+    from tilewise.lab import step as stepping
+
+    if row is not None:
+        print_blocks([stepping.softmax_table(stepping.numbers_in(row))])
+        return
+    numbers = stepping.DEFAULT if file is None else stepping.load(file)
+    tiling = stepping.tiling_of(numbers, block_q, block_kv, causal=causal)
+    watched = stepping.forward(numbers, tiling, scale)
+    score = numbers.q[0] @ numbers.k.T * scale
+    print_blocks([stepping.softmax_table(score), *stepping.forward_tables(watched), *stepping.remarks(watched)])
+    if backward:
+        print_blocks(stepping.backward_tables(stepping.backward(numbers, tiling, scale)))
+
+
 # Name, command, and what stands below its help as examples.
 COMMANDS: tuple[tuple[str, Callable[..., int | None], tuple[str, ...]], ...] = (
     (
@@ -92,4 +124,5 @@ COMMANDS: tuple[tuple[str, Callable[..., int | None], tuple[str, ...]], ...] = (
             "tilewise count --device A100 --bandwidth 19500",
         ),
     ),
+    ("step", step, ("tilewise step", "tilewise step --row 3,1,6,2", "tilewise step --causal --backward")),
 )
