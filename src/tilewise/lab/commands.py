@@ -114,6 +114,24 @@ def step(
         print_blocks(stepping.backward_tables(stepping.backward(numbers, tiling, scale)))
 
 
+# ---- break ----------------------------------------------------------------------------------------------------------
+
+
+def break_(
+    name: Annotated[str | None, typer.Argument(help="Which one.  [default: list them]")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All of them, one after the other.")] = False,
+) -> None:
+    """Leave one thing out, see what comes of it and why, and which test would have noticed."""
+    from tilewise.lab import breaks
+
+    if name is None and not every:
+        width = max(len(each.name) for each in breaks.BREAKS)
+        print_blocks(f"{each.name:<{width}}  {each.title}" for each in breaks.BREAKS)
+        return
+    for each in breaks.BREAKS if name is None else (breaks.find_break(name),):
+        print_blocks([*breaks.lines(each), ""])
+
+
 # Name, command, and what stands below its help as examples.
 COMMANDS: tuple[tuple[str, Callable[..., int | None], tuple[str, ...]], ...] = (
     (
@@ -124,5 +142,6 @@ COMMANDS: tuple[tuple[str, Callable[..., int | None], tuple[str, ...]], ...] = (
             "tilewise count --device A100 --bandwidth 19500",
         ),
     ),
+    ("break", break_, ("tilewise break", "tilewise break no-rescale")),
     ("step", step, ("tilewise step", "tilewise step --row 3,1,6,2", "tilewise step --causal --backward")),
 )
