@@ -170,15 +170,15 @@ def test_every_key_is_in_a_split_and_none_is_longer_than_its_share(
 @pytest.mark.parametrize(
     ("tiles", "keys", "expected"),
     [
-        (8, 8192, Splits(33, 2)),  # one sequence: two programs for each of 132 multiprocessors
-        (8, 131072, Splits(33, 2)),
-        (64, 8192, Splits(8, 3)),  # enough would be 5
-        (64, 32768, Splits(32, 3)),
-        (512, 4096, Splits(4, 16)),  # nothing is split for want of programs, and no short sequence at all
-        (512, 131072, Splits(32, 16)),
-        (8, 128, Splits(1, 2)),  # as little as this is not split
-        (8, 1024, Splits(8, 2)),
-        (100_000, 16, Splits(1, 16)),
+        (8, 8192, Splits(17, 3)),  # one sequence: a program for each of 132 multiprocessors
+        (8, 131072, Splits(32, 3)),
+        (64, 8192, Splits(3, 21)),  # enough
+        (64, 32768, Splits(8, 21)),
+        (512, 4096, Splits(1, 64)),  # nothing is split for want of programs, and no short sequence at all
+        (512, 131072, Splits(32, 64)),
+        (8, 128, Splits(1, 3)),  # as little as this is not split
+        (8, 1024, Splits(6, 3)),
+        (100_000, 16, Splits(1, 64)),
     ],
 )
 def test_splits_follow_the_rule(tiles: int, keys: int, expected: Splits) -> None:

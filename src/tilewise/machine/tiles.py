@@ -215,8 +215,8 @@ class Splits:
     fixed_blocks: int = 0
 
 
-PROGRAMS_PER_SM = 2  # that one sequence alone is split for
-EVEN_SPLIT, MOST_EVEN = 1024, 32  # keys in a split where there is enough to do: long sequences are not to finish alone
+PROGRAMS_PER_SM = 1  # that one sequence alone is split for: more join longer than they load faster
+EVEN_SPLIT, MOST_EVEN = 4096, 32  # keys in a split where there is enough to do: long sequences are not to finish alone
 LEAST_SPLIT = 128  # keys, since to start and to join a split costs about as much as to load so many
 FIXED_SPLIT = 512  # keys in every split of a batch-invariant call
 
@@ -239,10 +239,10 @@ def decode_splits(
         block_kv: keys in a block; a power of two.
         chosen: what the user asked for, or 0.
 
-    >>> decode_splits(tiles=8, keys=8192, sms=132, block_kv=64)  # one sequence: 33 programs for each of 8 key heads
-    Splits(count=33, least_blocks=2, fixed_blocks=0)
+    >>> decode_splits(tiles=8, keys=8192, sms=132, block_kv=64)  # one sequence: 17 programs for each of 8 key heads
+    Splits(count=17, least_blocks=3, fixed_blocks=0)
     >>> decode_splits(tiles=1024, keys=8192, sms=132, block_kv=64)
-    Splits(count=8, least_blocks=16, fixed_blocks=0)
+    Splits(count=2, least_blocks=64, fixed_blocks=0)
     """
     blocks = max(-(-keys // block_kv), 1)
     if batch_invariant:
