@@ -80,7 +80,7 @@ class Recorder:
         swizzle: int,
     ) -> bytes:
         self.maps.append((dtype, shape, strides, box, swizzle))
-        return address.to_bytes(8, "little") + bytes([len(self.maps)] * 120)
+        return address.to_bytes(8, "little") + bytes([len(self.maps) % 256] * 120)
 
     def move_map(self, image: bytes, address: int) -> bytes:
         return (address ^ self.moves_wrongly).to_bytes(8, "little") + image[8:]
