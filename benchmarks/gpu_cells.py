@@ -35,6 +35,7 @@ from tilewise.bench.implementations import Outcome
 from tilewise.bench.judge import Judge
 from tilewise.machine import detect
 
+PEERS = ("fa2", "cudnn", "fa3", "fa4", "flex")
 TOKENS, HIDDEN = 16384, 2048
 ROUNDS, SECONDS = 5, 0.02
 DEVICE = "cuda"
@@ -109,20 +110,20 @@ def line(label: str, record: dict[str, object]) -> None:
 
 
 def cells(
-    backends: list[str], dims: list[int], lengths: list[int], passes: list[bool], with_flex: bool
+    backends: list[str], dims: list[int], lengths: list[int], passes: list[bool], chosen: list[str]
 ) -> list[dict[str, object]]:
-    """Measure the throughput of every head dim, mask and length."""
-    compiled = flex() if with_flex else None
+    """Measure the throughput of every head dim, mask and length, beside the chosen peers."""
+    compiled = flex() if "flex" in chosen else None
     records = []
     for backward in passes:
-        flashes = flash(backward=backward)
+        others = {"fa2": pytorch(SDPBackend.FLASH_ATTENTION), "cudnn": pytorch(SDPBackend.CUDNN_ATTENTION)}
+        others |= flash(backward=backward) if {"fa3", "fa4"} & set(chosen) else {}
         for dim in dims:
             for causal in (False, True):
                 for length in (n for n in lengths if n > 512 or not backward):
                     heads = HIDDEN // dim
                     case = Case(length, TOKENS // length, heads, heads, dim, "bfloat16", DEVICE, causal=causal)
-                    peers = {"fa2": pytorch(SDPBackend.FLASH_ATTENTION), "cudnn": pytorch(SDPBackend.CUDNN_ATTENTION)}
-                    peers |= flashes
+                    peers = {name: peer for name, peer in others.items() if name in chosen}
                     if compiled is not None and length == 8192:
                         peers["flex"] = compiled
                     peers |= {f"tilewise/{name}": ours(name) for name in backends}
@@ -248,12 +249,12 @@ def main() -> None:
     parser.add_argument("--dims", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 8192, 16384])
     parser.add_argument("--passes", nargs="+", default=["forward", "backward"])
-    parser.add_argument("--no-flex", action="store_true")
+    parser.add_argument("--peers", nargs="+", default=PEERS, choices=PEERS)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     passes = [name == "backward" for name in arguments.passes]
     sections: dict[str, Callable[[], list[dict[str, object]]]] = {
-        "cells": lambda: cells(arguments.backend, arguments.dims, arguments.lengths, passes, not arguments.no_flex),
+        "cells": lambda: cells(arguments.backend, arguments.dims, arguments.lengths, passes, arguments.peers),
         "fp32": lambda: exact(arguments.backend),
         "window": lambda: window(arguments.backend),
         "varlen": lambda: varlen(arguments.backend),
