@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 
-from tilewise.backends.counters import zeros
+from tilewise.backends.counters import scratch, zeros
 from tilewise.backends.extents import clip, contiguous
 from tilewise.machine.detect import detect
 from tilewise.machine.tiles import (
@@ -204,7 +204,7 @@ class Decode:
         turned = None if self._turned is None else q.new_empty(self._turned)
         if not counters:
             return out, lse, turned, None, None
-        return out, lse, turned, self._float.new_empty(partial), zeros(self._device, counters)
+        return out, lse, turned, scratch(self._device, partial), zeros(self._device, counters)
 
     def _settle(self, key: tuple[bool, str], q: torch.Tensor, given: Sequence[torch.Tensor | None]) -> Plan:
         from tilewise.kernels.triton.append import append_tokens
