@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from tilewise.bench.terminal import print_blocks
+from tilewise.bench.terminal import print_blocks, show_progress, whole_numbers, words
 
 Heads = Annotated[int, typer.Option(help="Query heads.")]
 HeadsKv = Annotated[int | None, typer.Option(help="Key heads.  [default: as many]")]
@@ -132,6 +132,58 @@ def break_(
         print_blocks([*breaks.lines(each), ""])
 
 
+# ---- measure --------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    n: Annotated[
+        list[str] | None, typer.Option("--n", metavar="N,N,...", help="[default: CPU 512 to 4096, GPU 8192]")
+    ] = None,
+    d: Annotated[int | None, typer.Option("--d", help="Head dim.  [default: CPU 64, GPU 128]")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    heads: Annotated[int | None, typer.Option(help="Query heads.  [default: CPU 1, GPU 16]")] = None,
+    heads_kv: HeadsKv = None,
+    dtype: Annotated[str | None, typer.Option(help="[default: CPU float32, GPU bfloat16]")] = None,
+    causal: Causal = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Measure the backward pass too.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="An implementation of tilewise bench; may be repeated.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N.  [default: the best here]")] = None,
+    ncu: Annotated[str | None, typer.Option(metavar="PATH", help="Nsight Compute.  [default: as found]")] = None,
+    json: JsonFile = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the forward pass's roofline: .svg, or .png with extras.")
+    ] = None,
+) -> int:
+    """Measure time, bytes and memory, and set them beside the least and the most that the model allows.
+
+    Bytes are counted on a GPU by Nsight Compute, where it may; without a GPU, NumPy's time and peak memory stand beside
+    the model. Exit code 1: something failed, or moved what the model does not allow.
+    """
+    writable(json, plot)
+    from tilewise.lab import measure as measuring
+
+    cases = measuring.cases(
+        device,
+        lengths=whole_numbers(n, "n"),
+        dim=d,
+        batch=batch,
+        heads_q=heads,
+        heads_kv=heads_kv,
+        dtype=dtype,
+        causal=causal,
+    )
+    with show_progress() as tell:
+        report = measuring.measure(cases, only=words(only or []), backward=backward, ncu=ncu, tell=tell)
+    print_blocks(measuring.blocks(report))
+    if json is not None:
+        json.write_text(report.to_json() + "\n", encoding="utf-8")
+    if plot is not None:
+        measuring.picture(report).write(plot)
+    return 0 if report.sound else 1
+
+
 # Name, command, and what stands below its help as examples.
 COMMANDS: tuple[tuple[str, Callable[..., int | None], tuple[str, ...]], ...] = (
     (
@@ -143,5 +195,10 @@ COMMANDS: tuple[tuple[str, Callable[..., int | None], tuple[str, ...]], ...] = (
         ),
     ),
     ("break", break_, ("tilewise break", "tilewise break no-rescale")),
+    (
+        "measure",
+        measure,
+        ("tilewise measure --device cpu --n 256,512,1024", "tilewise measure --device cpu --n 512 --backward"),
+    ),
     ("step", step, ("tilewise step", "tilewise step --row 3,1,6,2", "tilewise step --causal --backward")),
 )
