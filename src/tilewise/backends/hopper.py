@@ -157,7 +157,7 @@ TABLE: Mapping[tuple[int, bool], tuple[tuple[int, Settings], ...]] = {
         (1024, _TWO_64._replace(stages=4, schedule="dynamic")),
         (_ANY, _THREE_64._replace(stages=4, schedule="dynamic")),
     ),
-    (128, False): ((_ANY, _WHOLE_128),),
+    (128, False): ((8192, _WHOLE_128), (_ANY, _WHOLE_128._replace(ping_pong=False))),
     (128, True): ((_ANY, _WHOLE_128._replace(lazy=True, pack=True, schedule="dynamic")),),
     (256, False): ((_ANY, _WHOLE_256),),
     (256, True): (
