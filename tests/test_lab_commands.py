@@ -11,8 +11,9 @@ import pytest
 
 from tilewise import cli
 from tilewise.bench import warmup
+from tilewise.bench.terminal import writable
 from tilewise.lab import measure
-from tilewise.lab.commands import COMMANDS, writable
+from tilewise.lab.commands import COMMANDS
 from tilewise.machine import detect
 
 

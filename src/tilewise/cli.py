@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from tilewise.bench.terminal import example, open_console, print_blocks, show_progress, whole_numbers, words
+from tilewise.bench.terminal import example, open_console, print_blocks, show_progress, whole_numbers, words, writable
 from tilewise.lab.commands import COMMANDS as LAB
 
 if TYPE_CHECKING:
@@ -32,6 +32,12 @@ app = typer.Typer(
 # Programs set these to steer OpenBLAS; they would make the NumPy rows slower than NumPy is here.
 OPENBLAS_VARIABLES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 UNSET = "TILEWISE_BENCH_UNSET"  # says, after a new start, what was unset; guards against a second one
+
+# Options of the benchmark of attention that the one of the row softmax has not.
+ATTENTION_ONLY = (
+    *("lengths", "batch", "heads", "heads_kv", "dim", "causal", "window", "alibi"),
+    *("memory", "compare", "html", "plots"),
+)
 
 # What typer raises for bad options: its own class, or click's in older releases.
 _USAGE_ERROR = cast("type[Exception]", typer.BadParameter.__bases__[0])
@@ -114,6 +120,8 @@ def bench(
     seed: Annotated[int, typer.Option(help="Of the data.")] = 0,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the results.")] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the tables.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page of tables and plots.")] = None,
+    plots: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write the plots, SVG and PNG.")] = None,
     compare: Annotated[
         Path | None, typer.Option(metavar="OLD.json", help="Say what became slower, less exact or larger since.")
     ] = None,
@@ -123,15 +131,11 @@ def bench(
     Nothing that exceeds the error budget is timed, and what does not fit in memory or time is a row that says so. Exit
     code 1: a tilewise backend exceeded its budget, or not all agree on the real input.
     """
-    for file in (json, markdown):
-        if file is not None and not file.resolve().parent.is_dir():
-            raise ValueError(f"cannot write {file}: there is no folder {file.parent}")
+    writable(json, markdown, html, plots)
     if op == "softmax":
-        given = locals()
         from tilewise.bench import row_softmax
 
-        _refuse("--op softmax", given, "lengths", "batch", "heads", "heads_kv", "dim", "causal", "window", "alibi")
-        _refuse("--op softmax", given, "memory", "compare")
+        _refuse("--op softmax", locals(), *ATTENTION_ONLY)
         sizes = tuple(map(row_softmax.parse_shape, words(shapes or []))) or None
         chosen = row_softmax.default_settings(
             device, dtype=dtype, shapes=sizes, backward=backward, only=tuple(only or ()), seconds=seconds, seed=seed
@@ -163,7 +167,8 @@ def bench(
     )
     with show_progress() as tell:
         report = Bench(settings, tell=tell).run()
-    _show(report, old, json, markdown)
+    _show(report, old)
+    _write(report, json, markdown, html, plots)
     return 0 if report.sound else 1
 
 
@@ -190,18 +195,29 @@ def _bench_softmax(settings: SoftmaxSettings, json: Path | None, markdown: Path 
     return 0 if report.sound else 1
 
 
-def _show(report: Report, old: Report | None, json: Path | None, markdown: Path | None) -> None:
-    """Print a report, and write it where asked."""
+def _show(report: Report, old: Report | None) -> None:
+    """Print a report, and what became worse since an older one."""
     from tilewise.bench import show
     from tilewise.bench.compare import compare
 
     print_blocks(show.blocks(report))
     if old is not None:
         print_blocks(["\nsince " + old.date + "\n" + "\n".join(compare(old, report))])
+
+
+def _write(report: Report, json: Path | None, markdown: Path | None, html: Path | None, plots: Path | None) -> None:
+    """Write a report where asked."""
+    from tilewise.bench import show
+    from tilewise.lab import page
+
     if json is not None:
         json.write_text(report.to_json() + "\n", encoding="utf-8")
     if markdown is not None:
         markdown.write_text(show.markdown(report), encoding="utf-8")
+    if html is not None:
+        html.write_text(page.page(report), encoding="utf-8")
+    if plots is not None:
+        page.write_plots(report, plots)
 
 
 # ---- tune -----------------------------------------------------------------------------------------------------------
@@ -221,9 +237,7 @@ def tune(
     Kernels read their tiles from the tables in the package's data/tiles, named after the GPU: copy a table there to use
     it. Nothing is tuned in a first call.
     """
-    for file in (table, json):
-        if file is not None and not file.resolve().parent.is_dir():
-            raise ValueError(f"cannot write {file}: there is no folder {file.parent}")
+    writable(table, json)
     if workers < 1:
         raise ValueError(f"workers must be above 0, got {workers}")
     from tilewise.bench import tune as tuning

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,6 +42,17 @@ def whole_numbers(given: list[str] | None, what: str = "lengths") -> tuple[int, 
     if not found or not all(word.isdecimal() for word in found):
         raise ValueError(f"{what} must be whole numbers with commas between them, got {' '.join(given)!r}")
     return tuple(int(word) for word in found)
+
+
+def writable(*files: Path | None) -> None:
+    """Refuse files whose folder is not there, before anything is computed.
+
+    Raises:
+        ValueError: it names the file.
+    """
+    for file in files:
+        if file is not None and not file.resolve().parent.is_dir():
+            raise ValueError(f"cannot write {file}: there is no folder {file.parent}")
 
 
 def open_console() -> Console:

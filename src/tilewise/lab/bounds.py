@@ -11,6 +11,7 @@ from tilewise.machine import cost
 from tilewise.machine.cost import Cost
 from tilewise.machine.shape import flops
 
+UNTILED = frozenset({"naive", "sdpa/math", "numpy/naive"})  # they hold the score matrix
 ASSUMED_BLOCK = 64  # queries, and keys, in a tile of a kernel that tells nobody its tiles
 
 
@@ -43,7 +44,7 @@ def bounds(name: str, case: Case, which: Pass, l2_bytes: int = 0) -> Bounds:
     of the outer loop loading the inner side anew; with its own tiles, or small ones where it does not tell them.
     """
     shape, backward = case.shape, which == "backward"
-    if name in {"naive", "sdpa/math", "numpy/naive"}:
+    if name in UNTILED:
         best = cost.naive_backward(shape) if backward else cost.naive(shape)
         worst = _untiled_worst(case, which)
         return _bounds(best, worst, case, which, l2_bytes, f"products in tiles of {ASSUMED_BLOCK}")

@@ -12,24 +12,13 @@ from typing import Annotated
 
 import typer
 
-from tilewise.bench.terminal import print_blocks, show_progress, whole_numbers, words
+from tilewise.bench.terminal import print_blocks, show_progress, whole_numbers, words, writable
 
 Heads = Annotated[int, typer.Option(help="Query heads.")]
 HeadsKv = Annotated[int | None, typer.Option(help="Key heads.  [default: as many]")]
 Dtype = Annotated[str, typer.Option(help="Of q, k, v and out.")]
 Causal = Annotated[bool, typer.Option("--causal", help="Hide keys behind the diagonal.")]
 JsonFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the results.")]
-
-
-def writable(*files: Path | None) -> None:
-    """Refuse files whose folder is not there, before anything is computed.
-
-    Raises:
-        ValueError: it names the file.
-    """
-    for file in files:
-        if file is not None and not file.resolve().parent.is_dir():
-            raise ValueError(f"cannot write {file}: there is no folder {file.parent}")
 
 
 # ---- count ----------------------------------------------------------------------------------------------------------
