@@ -120,7 +120,7 @@ def test_every_plot_shows_what_was_measured() -> None:
     assert (naive.name, list(naive.points)) == ("naive", [(256.0, 2.56), (512.0, 5.12)])
     assert drawn["forward-memory"].series[1].points[0] == (256.0, 256000 / 2**20)
     assert drawn["backward-error"].series[-1].points == [(256.0, 4e-7), (512.0, 4e-7)]
-    (x, y) = drawn["forward-roofline"].series[1].points[0]
+    (x, y) = drawn["forward-roofline"].series[0].points[0]
     n, d, heads = 512, 16, 2
     moved = 4 * heads * (4 * n * n + 4 * n * d)
     work = 4 * heads * n * n * d

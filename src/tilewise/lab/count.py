@@ -244,10 +244,8 @@ def findings(question: Question) -> Iterator[str]:
         f"{three(added / 1e9)} GFLOP, {share:.0%} of the backward pass."
     )
     seen = visits(shape, question.block_q, question.block_kv)
-    yield (
-        f"Tiles visited for each head: {seen.masked + seen.full}, {seen.masked} of them with a mask; "
-        f"{-(-shape.len_q // question.block_q) * -(-shape.len_kv // question.block_kv)} there are."
-    )
+    there = -(-shape.len_q // question.block_q) * -(-shape.len_kv // question.block_kv)
+    yield f"Tiles of a head: {seen.masked + seen.full} of {there} are visited, {seen.masked} of them need a mask."
 
 
 def floors_table(title: str, ways: Sequence[Way], question: Question, on: Sequence[Device]) -> Table:
@@ -260,7 +258,7 @@ def floors_table(title: str, ways: Sequence[Way], question: Question, on: Sequen
         rate, ridge = device.rates.get(dtype_name(question.dtype)), device.ridge_point(question.dtype)
         table.add(
             device.name,
-            "" if device.bandwidth is None else f"{device.bandwidth / 1e9:,.4g}",
+            "" if device.bandwidth is None else f"{device.bandwidth / 1e9:,.0f}",
             "" if device.onchip_bandwidth is None else three(device.onchip_bandwidth / 1e12),
             "" if rate is None else three(rate / 1e12),
             "" if ridge is None else three(ridge),

@@ -27,7 +27,7 @@ table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:13px;
 caption{text-align:left;font-weight:bold;padding:.3rem 0}
 th,td{padding:.15rem .6rem;text-align:right;border-bottom:1px solid #ddd}
 th.left,td.left{text-align:left}tr.ours td{font-weight:bold}tr.gap td{border-bottom:2px solid #999}
-.wide{overflow-x:auto}.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(22rem,1fr));gap:1rem}
+.wide{overflow-x:auto}.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(30rem,100%),1fr));gap:1rem}
 .plots svg{width:100%;height:auto}
 @media (prefers-color-scheme:dark){body{background:#16181c;color:#ddd}th,td{border-color:#33363c}}
 """

@@ -17,8 +17,9 @@ Scale = Literal["linear", "log2", "log10"]
 
 WIDTH, HEIGHT = 640, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 28, 34, 44
-# Colours that those who see few colours can tell apart (Okabe and Ito), a little darker on white.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#8c564b", "#7f7f7f")
+# Colours after Okabe and Ito, which those who see few colours can tell apart, of a lightness that shows on white and on
+# black.
+COLOURS = ("#2f7fd0", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#a0705f", "#8a8a8a")
 MARKERS = ("circle", "square", "diamond", "triangle")
 STYLE = """
 .plot{background:#fff;font:12px system-ui,sans-serif}

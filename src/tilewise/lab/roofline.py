@@ -84,6 +84,6 @@ def plot(title: str, points: Sequence[Point], bandwidth: float, rate: float) -> 
     intensities = [ridge / 8, ridge * 8, *(point.intensity for point in points if point.intensity > 0)]
     corners = [min(intensities), ridge, max(intensities)]
     line = [(x, roof(x, bandwidth, rate) / 1e12) for x in corners]
-    series = [Series("roof, as measured", line, "line")]
-    series += [Series(point.name, [(point.intensity, point.speed / 1e12)], "marks") for point in points]
+    series = [Series(point.name, [(point.intensity, point.speed / 1e12)], "marks") for point in points]
+    series.append(Series("roof, as measured", line, "line"))  # last, so that colours are those of the other plots
     return Plot(title, "FLOP for each byte of main memory", "TFLOP/s", series, "log10", "log10")
