@@ -7,14 +7,17 @@ import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tilewise import cli
+from tilewise.backends import hopper_backward, triton_portable
 from tilewise.bench.cases import Case
-from tilewise.bench.implementations import Pass
+from tilewise.bench.implementations import Pass, plan
 from tilewise.bench.show import Table
+from tilewise.lab import bounds as bounds_module
 from tilewise.lab import counters, measure, plot, probe, roofline
 from tilewise.lab.bounds import ASSUMED_BLOCK, bounds
 from tilewise.lab.counters import CountersError, Kernel, choose, find_ncu, metric_names, parse_csv
@@ -22,6 +25,7 @@ from tilewise.lab.measure import Measurement, Report, Row
 from tilewise.lab.plot import Plot, Series
 from tilewise.lab.roofline import Point
 from tilewise.machine import cost, detect
+from tilewise.machine.tiles import Tiles
 
 CASE = Case(64, 1, 1, 1, 8, "float32", "cpu")
 
@@ -180,6 +184,23 @@ def test_bounds_of_tiled_ways_are_the_models(which: Pass) -> None:
     assert found.memory == best.memory + 4 * 512 * 512 * (1 if which == "forward" else 2)
     assert found.least == found.best
     assert bounds("numpy/tiled", CASE, which, l2_bytes=1 << 30).least < bounds("numpy/tiled", CASE, which).least
+
+
+def test_bounds_of_gpu_kernels_follow_their_own_tiles_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(CASE, length=4096, dim=128, dtype="bfloat16")
+    plain = plan(case, "forward", "torch_tiled").problem
+    planned = SimpleNamespace(problem=plain, tiles=Tiles(128, 64))
+    monkeypatch.setattr(bounds_module, "plan", lambda *_: planned)
+    monkeypatch.setattr(triton_portable, "_capability", lambda _: (9, 0))
+    shape = case.shape
+    assert bounds("tilewise/hopper", case, "forward").worst == cost.tiled_worst(shape, 128, 64).bytes
+    both = triton_portable.backward_tiles(plain)
+    two = cost.tiled_backward_worst(shape, both.q.block_q, both.kv.block_kv, passes=2)
+    assert bounds("tilewise/triton_portable", case, "backward").worst == two.bytes
+    chosen = hopper_backward.settings(plain)
+    one = cost.tiled_backward_worst(shape, chosen.block_q, chosen.block_kv)
+    assert bounds("tilewise/hopper", case, "backward").worst == one.bytes
+    assert "1 passes" in bounds("tilewise/hopper", case, "backward").tiles
 
 
 def test_products_in_tiles_load_their_operands_as_often_as_their_loops() -> None:

@@ -9,6 +9,7 @@ seen without.
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tilewise import testing
+from tilewise import api, testing
 from tilewise.backends import numpy_tiled
 from tilewise.backends.naive import Terms, naive
 from tilewise.backends.numpy_tiled import Tiling
 from tilewise.bench import warmup
+from tilewise.bench.clock import Stopwatch, spread
 from tilewise.bench.show import milliseconds, three
 from tilewise.lab.step import vector
 from tilewise.machine import detect
@@ -270,22 +272,16 @@ def show_timing() -> list[Shown]:
 
 
 def _workload(device: str) -> Callable[[], object]:
-    from tilewise import api
-
     length, dtype = (1024, torch.float32) if device == "cpu" else (8192, torch.bfloat16)
     q = torch.randn(1, 8, length, 64, device=device, dtype=dtype)
     return lambda: api.attention(q, q, q, causal=True)
 
 
 def _milliseconds_right(device: str) -> str:
-    from tilewise.bench.clock import Stopwatch, spread
-
     return milliseconds(spread(Stopwatch(device).round(_workload(device), 0.2)).median)
 
 
 def _unsynchronised(device: str, right: str) -> Shown:
-    import time
-
     run = _workload(device)
     run()
     torch.cuda.synchronize(device)
@@ -328,7 +324,6 @@ def show_shared_memory() -> list[Shown]:
 
 def _shared_memory_on_gpu() -> list[Shown]:
     from tilewise.backends import triton_portable
-    from tilewise.bench.clock import Stopwatch, spread
 
     call = testing.Case("", 1, 8, 8, 4096, 4096, 128, 128).build("cuda", "bfloat16")
     watch, room = Stopwatch("cuda"), detect.detect("cuda").shared_per_block or 0

@@ -355,7 +355,7 @@ def bytes_table(rows: Sequence[Row]) -> Table:
         "",
         "loads",
         "most",
-        "of tiles",
+        "tiles",
     )
     table = Table(f"{rows[0].which}: main memory, predicted and counted; loads by multiprocessors", columns, (1, 8, 11))
     for row in rows:
@@ -379,7 +379,7 @@ def bytes_table(rows: Sequence[Row]) -> Table:
 
 def numpy_table(rows: Sequence[Row]) -> Table:
     """Set time and peak memory beside the model's, length by length."""
-    columns = ("N", "implementation", "ms", "floor ms", "times", "peak MiB", "model MiB", "times", "GFLOP/s")
+    columns = ("N", "implementation", "ms", "floor ms", "x floor", "peak MiB", "model MiB", "x model", "GFLOP/s")
     table = Table(f"{rows[0].which}: time and peak memory, and what the model says", columns)
     before = rows[0].length
     for row in rows:
