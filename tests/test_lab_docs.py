@@ -23,7 +23,7 @@ def shown() -> list[tuple[str, str, str]]:
 
 
 def words(line: str) -> str:
-    """Give a line with one blank for many, since columns are as wide as their longest cell, and without rounding errors.
+    """Give a line with one blank for many, as columns are as wide as their longest cell, and no rounding errors.
 
     Those are written like 3.6e-07, and differ between processors.
     """
