@@ -102,6 +102,7 @@ def problem(seed: int) -> tuple[testing.Case, str]:
 
 def one(seed: int, backend: str) -> tuple[str, str, float]:
     """Run one random problem; give its outcome, words on it and the largest share of the budget."""
+    torch.set_num_threads(1)  # each of many processes judges packed sequences on the CPU
     case, dtype = problem(seed)
     try:
         call = case.build("cuda", dtype, seed)

@@ -39,7 +39,6 @@ class Settings(NamedTuple):
         block_kv_of_dq: keys in a block of the kernel that owns queries.
         consumer_registers, producer_registers: of a thread.
         section_bytes: what heads that run side by side may read and write: they share the L2 cache.
-        by_warp: whether each warp waits and arrives at barriers for itself, or all four of a consumer together.
     """
 
     dim: int
@@ -52,7 +51,6 @@ class Settings(NamedTuple):
     consumer_registers: int = 240
     producer_registers: int = 24
     section_bytes: int = 32 << 20
-    by_warp: bool = True
 
 
 def settings(problem: Problem, *, fused: bool = True) -> Settings:
@@ -237,7 +235,6 @@ class _Plan:
             "NEGATIVE": score.scale < 0,
             "CONSUMER_REGISTERS": how.consumer_registers,
             "PRODUCER_REGISTERS": how.producer_registers,
-            "BY_WARP": how.by_warp,
         }
 
     def launches(self) -> list[tuple[Launch, itemgetter[object]]]:
@@ -284,7 +281,6 @@ class _Plan:
             **{f"{name}_map": self.map(name, block) for name in ("dk", "dv")},
             "saved_map": Mapped(given.saved, TensorMap((2 * _saved_rows(problem),), (1,), (how.block_q,), 0)),
             "dq_acc_map": None,
-            "BAR_OFF": self.shared_bytes(),
             "BLOCK_Q": how.block_q,
             "BLOCK_KV": how.block_kv,
             "Q_STAGES": how.q_stages,
@@ -313,7 +309,6 @@ class _Plan:
             **{f"{name}_map": self.map(name, 64) for name in ("q", "d_out", "dq")},
             **{f"{name}_map": self.map(name, how.block_kv_of_dq) for name in ("k", "v")},
             "saved_ptr": self.given.saved,
-            "BAR_OFF": 2 * how.dim * (4 * 64 + 3 * how.block_kv_of_dq) + 240,
             "BLOCK_KV": how.block_kv_of_dq,
         }
         work = self.work(problem.total_q, 128, problem.heads_q, problem.total_kv * how.dim * 4)
@@ -350,21 +345,6 @@ class _Plan:
             "BLOCK": 1024,
         }
         return self.settle(sink_gradient, problem.batch * problem.heads_q, arguments)
-
-    def shared_bytes(self) -> int:
-        """Give the bytes in shared memory ahead of the barriers: tiles, and what Triton hands to the partitions.
-
-        It is a guess, which saves compiling a kernel twice; the compiler is asked where the barriers are.
-        """
-        how = self.how
-        tiles = 2 * how.dim * ((how.q_stages + how.d_out_stages) * how.block_q + 2 * how.block_kv)
-        rows = 4 * how.block_q * (how.q_stages + how.d_out_stages)
-        if how.dim == 256:  # P on its way
-            return tiles + rows + 8 * how.block_kv * how.block_q + 288
-        if not self.fused and how.dk_from_registers:
-            return tiles + rows + 288
-        sums = 8 * how.dim * (64 if how.block_q == 128 else 32) if self.fused else 0
-        return tiles + rows + 4 * how.block_kv * how.block_q + sums + 336
 
     def settle(self, kernel: Jitted, programs: int, own: Arguments) -> tuple[Launch, itemgetter[object]]:
         """Prepare a launch; its tensors come in the kernel's order, those behind maps last."""

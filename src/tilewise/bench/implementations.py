@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tilewise import api, dispatch, reference
 from tilewise.backends.naive import Terms, naive_backward
+from tilewise.backends.extents import contiguous
 from tilewise.bench.cases import Case, Inputs
 from tilewise.dispatch import Plan
 from tilewise.machine import cost
@@ -387,7 +388,13 @@ def plan(case: Case, which: Pass, backend: str | None = None, *, return_lse: boo
     if which == "backward":
         q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
     inputs = Inputs(q, k, k, q, case.slopes() if case.alibi else None)
-    return api.explain(api.attention, q, k, k, **_options(case, inputs), return_lse=return_lse, backend=backend)
+    told = api.explain(api.attention, q, k, k, **_options(case, inputs), return_lse=return_lse, backend="torch_tiled")
+    # The data will lie in order, which some backends ask for.
+    specs = {
+        name: spec._replace(strides=contiguous(spec.shape)[1]) if name in ("q", "k", "v") else spec
+        for name, spec in told.problem.specs.items()
+    }
+    return dispatch.plan(replace(told.problem, specs=specs), backend)
 
 
 def _sdpa_absent(backend: SDPBackend, case: Case, which: Pass) -> str | None:

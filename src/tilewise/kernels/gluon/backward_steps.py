@@ -11,10 +11,7 @@ delta. And what is hidden is -inf before exp2, as everywhere, but on the scale o
 # mypy: ignore-errors
 # Triton's values have no types that a checker knows.
 
-from typing import NamedTuple
-
-from tilewise.kernels.gluon import sync
-from tilewise.kernels.gluon.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from tilewise.kernels.gluon.compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from tilewise.kernels.share import share
 from tilewise.kernels.triton import steps
 from tilewise.problem import blocks
@@ -147,74 +144,6 @@ def box_at(sequence, head, base, length, row, PACKED: gl.constexpr):
     moved: CLIP of its steps are CLIP rows less, modulo 2**64.
     """
     return (CLIP, base + length, head, CLIP - length + row, 0) if PACKED else (0, sequence, head, row, 0)
-
-
-# ---- barriers -------------------------------------------------------------------------------------------------------
-
-
-class Barriers(NamedTuple):
-    """The first slot of each kind of barrier in a kernel that owns keys, and the number of all."""
-
-    q_full: int
-    q_empty: int
-    d_out_full: int
-    d_out_empty: int
-    kv_full: int  # keys, then values
-    hand_full: int  # what one consumer makes and the other reads: dS, or P
-    hand_empty: int
-    end: int
-
-
-@gluon.constexpr_function
-def barriers(q_stages, d_out_stages):
-    """Lay them out: all barriers of a kernel in one array."""
-    starts = [gl.constexpr(0)]
-    for size in (q_stages, q_stages, d_out_stages, d_out_stages, 2, 2, 2):
-        starts.append(starts[-1] + size)
-    return Barriers(*starts)
-
-
-@gluon.jit
-def init_barriers(bars, FIRST: gl.constexpr, STOP: gl.constexpr, COUNT: gl.constexpr):
-    """Make the barriers [FIRST, STOP) complete after COUNT arrivals."""
-    for slot in gl.static_range(FIRST, STOP):
-        mbarrier.init(bars.index(slot), count=COUNT)
-
-
-@gluon.jit
-def wait(bars, slot, phase, BAR_OFF: gl.constexpr):
-    """Wait as a consumer: each warp for itself where BAR_OFF says where the barriers lie, else the warpgroup."""
-    if BAR_OFF is None:
-        mbarrier.wait(bars.index(slot), phase)
-    else:
-        sync.wait(slot, phase, BAR_OFF)
-
-
-@gluon.jit
-def wait_if(condition, bars, slot, phase, BAR_OFF: gl.constexpr):
-    """Wait likewise where ``condition`` holds."""
-    if BAR_OFF is None:
-        mbarrier.wait(bars.index(slot), phase, pred=condition)
-    else:
-        sync.wait_if(condition, slot, phase, BAR_OFF)
-
-
-@gluon.jit
-def arrive(bars, slot, BAR_OFF: gl.constexpr):
-    """Arrive as a consumer: each warp, where BAR_OFF says where the barriers lie, else the warpgroup once."""
-    if BAR_OFF is None:
-        mbarrier.arrive(bars.index(slot), count=1)
-    else:
-        sync.arrive(slot, sync.lane_id(), BAR_OFF)
-
-
-@gluon.jit
-def arrive_if(condition, bars, slot, BAR_OFF: gl.constexpr):
-    """Arrive likewise where ``condition`` holds."""
-    if BAR_OFF is None:
-        mbarrier.arrive(bars.index(slot), count=1, pred=condition)
-    else:
-        sync.arrive_if(condition, slot, sync.lane_id(), BAR_OFF)
 
 
 # ---- tiles in shared memory -----------------------------------------------------------------------------------------

@@ -12,18 +12,12 @@ In `query_gradients` a program owns 128 queries, 64 for each consumer, and strea
 # mypy: ignore-errors
 # Triton's values have no types that a checker knows.
 
-from typing import NamedTuple
-
 from tilewise.kernels.gluon.backward_steps import (
-    arrive,
-    arrive_if,
     bare_queries,
-    barriers,
     box_at,
     capped,
     from_thread_order,
     hide,
-    init_barriers,
     key_blocks,
     key_tile,
     probabilities,
@@ -34,8 +28,6 @@ from tilewise.kernels.gluon.backward_steps import (
     start_from,
     start_of_scores,
     to_thread_order,
-    wait,
-    wait_if,
     zero_outside,
 )
 from tilewise.kernels.gluon.compat import (
@@ -61,13 +53,13 @@ BOTH = gl.constexpr(8)  # the hardware barrier at which the two consumers meet
 
 @gluon.jit
 def load_queries(
-    maps, tiles, bars, bounds, sizes, band, rows,
+    maps, tiles, barriers, bounds, sizes, band, rows,
     CUT: gl.constexpr, TOP_LEFT: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, DIM: gl.constexpr,
-    B: gl.constexpr,
 ):  # fmt: skip
     """Produce: the tile of keys once, then every block of queries that sees it, for each query head."""
     q_map, d_out_map, k_map, v_map, saved_map = maps
     q_s, d_out_s, k_s, v_s, lse_s, delta_s = tiles
+    q_full, q_empty, d_out_full, d_out_empty, kv_full = barriers
     padded_rows, saved_rows = rows
     PACKED: gl.constexpr = bounds[0] is not None
     sequence, kv_head, start, kv_base, q_base, len_kv, place = key_tile(bounds, sizes, band, CUT, TOP_LEFT, BLOCK_KV)
@@ -75,10 +67,10 @@ def load_queries(
     heads_q, group = sizes[1], sizes[1] // sizes[2]
 
     keys = box_at(sequence, kv_head, kv_base, len_kv, start, PACKED)
-    mbarrier.expect(bars.index(B.kv_full), BLOCK_KV * DIM * 2)
-    tma_load(k_map, keys, bars.index(B.kv_full), k_s.index(0))
-    mbarrier.expect(bars.index(B.kv_full + 1), BLOCK_KV * DIM * 2)
-    tma_load(v_map, keys, bars.index(B.kv_full + 1), v_s.index(0))
+    mbarrier.expect(kv_full.index(0), BLOCK_KV * DIM * 2)
+    tma_load(k_map, keys, kv_full.index(0), k_s.index(0))
+    mbarrier.expect(kv_full.index(1), BLOCK_KV * DIM * 2)
+    tma_load(v_map, keys, kv_full.index(1), v_s.index(0))
     step = 0
     for head in range(kv_head * group, kv_head * group + group):
         row = saved_row(sequence, head, heads_q, q_base, padded_rows, PACKED)
@@ -86,16 +78,14 @@ def load_queries(
             queries = box_at(sequence, head, q_base, place[0], block * BLOCK_Q, PACKED)
             slot = step & 1
             phase = ((step // 2) & 1) ^ 1
-            mbarrier.wait(bars.index(B.q_empty + slot), phase)
-            full = bars.index(B.q_full + slot)
-            mbarrier.expect(full, BLOCK_Q * DIM * 2 + BLOCK_Q * 4)
-            tma_load(q_map, queries, full, q_s.index(slot))
-            tma_load(saved_map, [row + block * BLOCK_Q], full, lse_s.index(slot))
-            mbarrier.wait(bars.index(B.d_out_empty + slot), phase)
-            full = bars.index(B.d_out_full + slot)
-            mbarrier.expect(full, BLOCK_Q * DIM * 2 + BLOCK_Q * 4)
-            tma_load(d_out_map, queries, full, d_out_s.index(slot))
-            tma_load(saved_map, [saved_rows + row + block * BLOCK_Q], full, delta_s.index(slot))
+            mbarrier.wait(q_empty.index(slot), phase)
+            mbarrier.expect(q_full.index(slot), BLOCK_Q * DIM * 2 + BLOCK_Q * 4)
+            tma_load(q_map, queries, q_full.index(slot), q_s.index(slot))
+            tma_load(saved_map, [row + block * BLOCK_Q], q_full.index(slot), lse_s.index(slot))
+            mbarrier.wait(d_out_empty.index(slot), phase)
+            mbarrier.expect(d_out_full.index(slot), BLOCK_Q * DIM * 2 + BLOCK_Q * 4)
+            tma_load(d_out_map, queries, d_out_full.index(slot), d_out_s.index(slot))
+            tma_load(saved_map, [saved_rows + row + block * BLOCK_Q], d_out_full.index(slot), delta_s.index(slot))
             step += 1
 
 
@@ -111,10 +101,11 @@ def start_of_stream(saved_s, slot, softcap, ROWS: gl.constexpr, OF_V: gl.constex
 
 @gluon.jit
 def second_operand(
-    s, saved_s, p_s, bars, step, block, kv_pos, bare, place, band, scaling,
-    OF_V: gl.constexpr, NEGATIVE: gl.constexpr, S_LAYOUT: gl.constexpr, B: gl.constexpr, BAR_OFF: gl.constexpr,
+    s, saved_s, p_s, hand, step, block, kv_pos, bare, place, band, scaling,
+    OF_V: gl.constexpr, NEGATIVE: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Make P of S and hand it over, or take it and make dS of dP: the left operand of a step's second product."""
+    p_full, p_empty = hand
     slot = step & 1
     phase = (step // 2) & 1
     BLOCK_Q: gl.constexpr = s.shape[1]
@@ -123,32 +114,29 @@ def second_operand(
         p, p_bent = probabilities(
             s, saved_s, slot, masked, block * BLOCK_Q, kv_pos, place, band, scaling, NEGATIVE, S_LAYOUT
         )
-        wait(bars, B.hand_empty + slot, phase ^ 1, BAR_OFF)
+        mbarrier.wait(p_empty.index(slot), phase ^ 1)
         p_s.index(slot).store(to_thread_order(p_bent))
-        arrive(bars, B.hand_full + slot, BAR_OFF)
+        mbarrier.arrive(p_full.index(slot), count=1)
     else:
-        wait(bars, B.hand_full + slot, phase, BAR_OFF)
+        mbarrier.wait(p_full.index(slot), phase)
         p = from_thread_order(p_s.index(slot), BLOCK_Q, S_LAYOUT) * s
-        arrive(bars, B.hand_empty + slot, BAR_OFF)
+        mbarrier.arrive(p_empty.index(slot), count=1)
     return p
 
 
 @gluon.jit
 def wide_differentiate(
-    grad_map, keys_s, first_s, second_s, saved_s, p_s, bars, bounds, sizes, band, scaling,
+    grad_map, keys_s, first_s, second_s, saved_s, p_s, kv_full, first, second, hand, bounds, sizes, band, scaling,
     OF_V: gl.constexpr, CUT: gl.constexpr, TOP_LEFT: gl.constexpr, NEGATIVE: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr, DIM: gl.constexpr, B: gl.constexpr, BAR_OFF: gl.constexpr,
+    BLOCK_KV: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Consume: dV of the program's keys (OF_V), or dK.
 
     Both walk alike. A product of the keys with the first stream (K with q, V with d_out) makes the scores of a step
     ahead of time; what becomes of them, P or dS, is multiplied with the second stream (d_out, q) of the step itself.
     """
-    FIRST_FULL: gl.constexpr = B.q_full if OF_V else B.d_out_full
-    FIRST_EMPTY: gl.constexpr = B.q_empty if OF_V else B.d_out_empty
-    SECOND_FULL: gl.constexpr = B.d_out_full if OF_V else B.q_full
-    SECOND_EMPTY: gl.constexpr = B.d_out_empty if OF_V else B.q_empty
-    KEYS_FULL: gl.constexpr = B.kv_full if OF_V else B.kv_full + 1
+    first_full, first_empty = first
+    second_full, second_empty = second
     softcap = scaling[2]
     PACKED: gl.constexpr = bounds[0] is not None
     DTYPE: gl.constexpr = grad_map.dtype
@@ -164,21 +152,21 @@ def wide_differentiate(
     if CUT:
         _, kv_start, kv_stop, _ = place
         if (steps > 0) & ((start < kv_start) | (start + BLOCK_KV > kv_stop)):
-            mbarrier.wait(bars.index(KEYS_FULL), 0)
+            mbarrier.wait(kv_full, 0)
             zero_outside(keys_s.index(0).reshape([BLOCK_KV, DIM]), start, kv_start, kv_stop)
             thread_barrier()
 
     acc = gl.zeros([BLOCK_KV, DIM], gl.float32, ACC_LAYOUT)
     if steps > 0:
         acc = warpgroup_mma_wait(0, deps=(acc,))  # the zeros must stand before the first product
-        mbarrier.wait(bars.index(FIRST_FULL), 0)
-        mbarrier.wait(bars.index(KEYS_FULL), 0)
+        mbarrier.wait(first_full.index(0), 0)
+        mbarrier.wait(kv_full, 0)
         s = product(
             keys_s.index(0).reshape([BLOCK_KV, DIM]),
             first_s.index(0).reshape([BLOCK_Q, DIM]).permute((1, 0)),
             start_of_stream(saved_s, 0, softcap, BLOCK_KV, OF_V, S_LAYOUT),
         )
-        arrive(bars, FIRST_EMPTY, BAR_OFF)
+        mbarrier.arrive(first_empty.index(0), count=1)
         block = edges[0]
         for step in range(steps):
             slot = step & 1
@@ -186,24 +174,23 @@ def wide_differentiate(
             ahead = (step + 1) & 1
             keys = keys_s.index(opaque_zero(block)).reshape([BLOCK_KV, DIM])
             p_or_ds = second_operand(
-                s, saved_s, p_s, bars, step, block, kv_pos, bare, place, band, scaling,
-                OF_V, NEGATIVE, S_LAYOUT, B, BAR_OFF,
-            )  # fmt: skip
+                s, saved_s, p_s, hand, step, block, kv_pos, bare, place, band, scaling, OF_V, NEGATIVE, S_LAYOUT
+            )
             operand = gl.convert_layout(p_or_ds.to(DTYPE), OPERAND)
-            wait_if(step + 1 < steps, bars, FIRST_FULL + ahead, ((step + 1) // 2) & 1, BAR_OFF)
+            mbarrier.wait(first_full.index(ahead), ((step + 1) // 2) & 1, pred=step + 1 < steps)
             s_start = start_of_stream(saved_s, ahead, softcap, BLOCK_KV, OF_V, S_LAYOUT)
             streamed = first_s.index(ahead).reshape([BLOCK_Q, DIM]).permute((1, 0))
             s_flight = warpgroup_mma(keys, streamed, s_start, is_async=True)
-            wait(bars, SECOND_FULL + slot, phase, BAR_OFF)
+            mbarrier.wait(second_full.index(slot), phase)
             acc_flight = warpgroup_mma(operand, second_s.index(slot).reshape([BLOCK_Q, DIM]), acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s_flight,))
-            arrive_if(step + 1 < steps, bars, FIRST_EMPTY + ahead, BAR_OFF)
+            mbarrier.arrive(first_empty.index(ahead), count=1, pred=step + 1 < steps)
             acc, operand = warpgroup_mma_wait(0, deps=(acc_flight, operand))
-            arrive(bars, SECOND_EMPTY + slot, BAR_OFF)
+            mbarrier.arrive(second_empty.index(slot), count=1)
             block += 1
             if block == edges[3]:  # the next head of the group
                 block = edges[0]
-    mbarrier.wait(bars.index(KEYS_FULL), 0)  # over already, unless no query sees these keys
+    mbarrier.wait(kv_full, 0)  # over already, unless no query sees these keys
     if not OF_V:
         acc = acc * scaling[1]
     keys_s.index(0).reshape([BLOCK_KV, DIM]).store(acc.to(DTYPE))  # nobody else reads this tile
@@ -219,8 +206,7 @@ def wide_key_gradients(
     batch, heads_q, heads_kv, len_q, len_kv, tiles, section, left, right, scale_log2, scale, softcap,
     padded_rows, saved_rows,
     CUT: gl.constexpr, TOP_LEFT: gl.constexpr, NEGATIVE: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
-    DIM: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr,
-    BAR_OFF: gl.constexpr,
+    DIM: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one tile of 64 keys.
 
@@ -229,6 +215,7 @@ def wide_key_gradients(
     DTYPE: gl.constexpr = q_map.dtype
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * BLOCK_Q, 32], gl.float32)
     ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    BAR_LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
     q_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 1, BLOCK_Q, DIM], q_map.layout)
     d_out_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 1, BLOCK_Q, DIM], d_out_map.layout)
     k_s = gl.allocate_shared_memory(DTYPE, [1, 1, 1, 1, BLOCK_KV, DIM], k_map.layout)
@@ -236,34 +223,41 @@ def wide_key_gradients(
     p_s = gl.allocate_shared_memory(gl.float32, [2, 2 * BLOCK_Q, 32], P_LAYOUT)
     lse_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], ROW_LAYOUT)
     delta_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], ROW_LAYOUT)
-    B: gl.constexpr = barriers(2, 2)
-    bars = gl.allocate_shared_memory(gl.int64, [B.end, 1], mbarrier.MBarrierLayout())
-    WARPS: gl.constexpr = 4 if BY_WARP else 1
-    PLACE: gl.constexpr = BAR_OFF if BY_WARP else None
-    init_barriers(bars, B.q_full, B.q_empty, 1)
-    init_barriers(bars, B.q_empty, B.d_out_full, 2 * WARPS)
-    init_barriers(bars, B.d_out_full, B.d_out_empty, 1)
-    init_barriers(bars, B.d_out_empty, B.kv_full, 2 * WARPS)
-    init_barriers(bars, B.kv_full, B.hand_full, 1)
-    init_barriers(bars, B.hand_full, B.end, WARPS)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR_LAYOUT)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR_LAYOUT)
+    d_out_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR_LAYOUT)
+    d_out_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR_LAYOUT)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR_LAYOUT)
+    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR_LAYOUT)
+    p_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR_LAYOUT)
+    for slot in gl.static_range(2):
+        mbarrier.init(q_full.index(slot), count=1)
+        mbarrier.init(d_out_full.index(slot), count=1)
+        mbarrier.init(kv_full.index(slot), count=1)
+        mbarrier.init(q_empty.index(slot), count=2)
+        mbarrier.init(d_out_empty.index(slot), count=2)
+        mbarrier.init(p_full.index(slot), count=1)
+        mbarrier.init(p_empty.index(slot), count=1)
     fence_async_shared()
     # The tuples stand inside the call: put into a variable first, one would lose its constants.
     warp_specialize([
         (wide_differentiate, (
-            dv_map, k_s, q_s, d_out_s, lse_s, p_s, bars, (cu_q_ptr, cu_k_ptr, kv_start_ptr, kv_stop_ptr),
+            dv_map, k_s, q_s, d_out_s, lse_s, p_s, kv_full.index(0), (q_full, q_empty), (d_out_full, d_out_empty),
+            (p_full, p_empty), (cu_q_ptr, cu_k_ptr, kv_start_ptr, kv_stop_ptr),
             (batch, heads_q, heads_kv, len_q, len_kv, tiles, section), (left, right), (scale_log2, scale, softcap),
-            True, CUT, TOP_LEFT, NEGATIVE, BLOCK_Q, BLOCK_KV, DIM, B, PLACE,
+            True, CUT, TOP_LEFT, NEGATIVE, BLOCK_Q, BLOCK_KV, DIM,
         )),
         (wide_differentiate, (
-            dk_map, v_s, d_out_s, q_s, delta_s, p_s, bars, (cu_q_ptr, cu_k_ptr, kv_start_ptr, kv_stop_ptr),
+            dk_map, v_s, d_out_s, q_s, delta_s, p_s, kv_full.index(1), (d_out_full, d_out_empty), (q_full, q_empty),
+            (p_full, p_empty), (cu_q_ptr, cu_k_ptr, kv_start_ptr, kv_stop_ptr),
             (batch, heads_q, heads_kv, len_q, len_kv, tiles, section), (left, right), (scale_log2, scale, softcap),
-            False, CUT, TOP_LEFT, NEGATIVE, BLOCK_Q, BLOCK_KV, DIM, B, PLACE,
+            False, CUT, TOP_LEFT, NEGATIVE, BLOCK_Q, BLOCK_KV, DIM,
         )),
         (load_queries, (
             (q_map, d_out_map, k_map, v_map, saved_map), (q_s, d_out_s, k_s, v_s, lse_s, delta_s),
-            bars, (cu_q_ptr, cu_k_ptr, kv_start_ptr, kv_stop_ptr),
+            (q_full, q_empty, d_out_full, d_out_empty, kv_full), (cu_q_ptr, cu_k_ptr, kv_start_ptr, kv_stop_ptr),
             (batch, heads_q, heads_kv, len_q, len_kv, tiles, section), (left, right), (padded_rows, saved_rows),
-            CUT, TOP_LEFT, BLOCK_Q, BLOCK_KV, DIM, B,
+            CUT, TOP_LEFT, BLOCK_Q, BLOCK_KV, DIM,
         )),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
@@ -271,55 +265,38 @@ def wide_key_gradients(
 # ---- dq -------------------------------------------------------------------------------------------------------------
 
 
-class QueryBarriers(NamedTuple):
-    """The first slot of each kind of barrier in the kernel that owns queries, and the number of all."""
-
-    q_full: int
-    d_out_full: int
-    k_full: int
-    k_empty: int
-    v_full: int
-    v_empty: int
-    end: int
-
-
-@gluon.constexpr_function
-def query_barriers():
-    """Lay them out: two halves of the queries, two blocks of keys, one of values."""
-    return QueryBarriers(*(gl.constexpr(slot) for slot in (0, 2, 4, 6, 8, 9, 10)))
-
-
 @gluon.jit
 def load_keys(
-    maps, tiles, bars, bounds, sizes, band,
-    CUT: gl.constexpr, TOP_LEFT: gl.constexpr, BLOCK_KV: gl.constexpr, DIM: gl.constexpr, B: gl.constexpr,
+    maps, tiles, barriers, bounds, sizes, band,
+    CUT: gl.constexpr, TOP_LEFT: gl.constexpr, BLOCK_KV: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Produce: the tile of queries once, in halves, then every block of keys and values that it sees."""
     q_map, d_out_map, k_map, v_map = maps
     q_s, d_out_s, k_s, v_s = tiles
+    q_full, d_out_full, k_full, k_empty, v_full, v_empty = barriers
     PACKED: gl.constexpr = bounds[0] is not None
     sequence, head, start, kv_base, q_base, len_kv, place = query_tile(bounds, sizes, band, CUT, TOP_LEFT, 128)
     edges, _ = key_blocks(start, place, band[0], band[1], 128, BLOCK_KV, True)
     kv_head = head // (sizes[1] // sizes[2])
     for part in gl.static_range(2):
         queries = box_at(sequence, head, q_base, place[0], start + part * 64, PACKED)
-        mbarrier.expect(bars.index(B.q_full + part), 64 * DIM * 2)
-        tma_load(q_map, queries, bars.index(B.q_full + part), q_s.index(part))
+        mbarrier.expect(q_full.index(part), 64 * DIM * 2)
+        tma_load(q_map, queries, q_full.index(part), q_s.index(part))
     for block in range(edges[0], edges[3]):
         step = block - edges[0]
         keys = box_at(sequence, kv_head, kv_base, len_kv, block * BLOCK_KV, PACKED)
         slot = step & 1
-        mbarrier.wait(bars.index(B.k_empty + slot), ((step // 2) & 1) ^ 1)
-        mbarrier.expect(bars.index(B.k_full + slot), BLOCK_KV * DIM * 2)
-        tma_load(k_map, keys, bars.index(B.k_full + slot), k_s.index(slot))
+        mbarrier.wait(k_empty.index(slot), ((step // 2) & 1) ^ 1)
+        mbarrier.expect(k_full.index(slot), BLOCK_KV * DIM * 2)
+        tma_load(k_map, keys, k_full.index(slot), k_s.index(slot))
         if step == 0:  # d_out comes after the first keys: S needs them before
             for part in gl.static_range(2):
                 queries = box_at(sequence, head, q_base, place[0], start + part * 64, PACKED)
-                mbarrier.expect(bars.index(B.d_out_full + part), 64 * DIM * 2)
-                tma_load(d_out_map, queries, bars.index(B.d_out_full + part), d_out_s.index(part))
-        mbarrier.wait(bars.index(B.v_empty), (step & 1) ^ 1)
-        mbarrier.expect(bars.index(B.v_full), BLOCK_KV * DIM * 2)
-        tma_load(v_map, keys, bars.index(B.v_full), v_s.index(0))
+                mbarrier.expect(d_out_full.index(part), 64 * DIM * 2)
+                tma_load(d_out_map, queries, d_out_full.index(part), d_out_s.index(part))
+        mbarrier.wait(v_empty.index(0), (step & 1) ^ 1)
+        mbarrier.expect(v_full.index(0), BLOCK_KV * DIM * 2)
+        tma_load(v_map, keys, v_full.index(0), v_s.index(0))
 
 
 @gluon.jit
@@ -336,12 +313,12 @@ def zero_hidden_keys(rows, block, place, PART: gl.constexpr):
 
 @gluon.jit
 def differentiate_queries(
-    dq_map, saved_ptr, tiles, bars, bounds, sizes, band, scaling, rows,
+    dq_map, saved_ptr, tiles, barriers, bounds, sizes, band, scaling, rows,
     PART: gl.constexpr, CUT: gl.constexpr, TOP_LEFT: gl.constexpr, BLOCK_KV: gl.constexpr, DIM: gl.constexpr,
-    B: gl.constexpr, BAR_OFF: gl.constexpr,
 ):  # fmt: skip
     """Consume: dq of 64 queries (PART 0 or 1 of the program's tile); tiles of scores are (64, block_kv) here."""
     q_s, d_out_s, k_s, v_s = tiles
+    q_full, d_out_full, k_full, k_empty, v_full, v_empty = barriers
     padded_rows, saved_rows = rows
     scale_log2, scale, softcap = scaling
     PACKED: gl.constexpr = bounds[0] is not None
@@ -365,12 +342,12 @@ def differentiate_queries(
     acc = gl.zeros([64, DIM], gl.float32, ACC_LAYOUT)
     if steps > 0:
         acc = warpgroup_mma_wait(0, deps=(acc,))  # the zeros must stand before the first product
-        mbarrier.wait(bars.index(B.q_full + PART), 0)
-        mbarrier.wait(bars.index(B.k_full), 0)
+        mbarrier.wait(q_full.index(PART), 0)
+        mbarrier.wait(k_full.index(0), 0)
         if CUT:
             zero_hidden_keys(k_s.index(0).reshape([BLOCK_KV, DIM]), edges[0], place, PART)
         s = product(q_s.index(PART).reshape([64, DIM]), k_s.index(0).reshape([BLOCK_KV, DIM]).permute((1, 0)), s_zero)
-        mbarrier.wait(bars.index(B.d_out_full + PART), 0)
+        mbarrier.wait(d_out_full.index(PART), 0)
         for step in range(steps):
             block = edges[0] + step
             slot = step & 1
@@ -378,7 +355,7 @@ def differentiate_queries(
             zero = opaque_zero(step + gl.program_id(0))
             q = q_s.index(PART + zero).reshape([64, DIM])
             d_out = d_out_s.index(PART + zero).reshape([64, DIM])
-            wait(bars, B.v_full, step & 1, BAR_OFF)
+            mbarrier.wait(v_full.index(0), step & 1)
             v = v_s.index(0).reshape([BLOCK_KV, DIM])
             if CUT:
                 zero_hidden_keys(v, block, place, PART)
@@ -394,20 +371,20 @@ def differentiate_queries(
             if softcap is not None:
                 p = p * slope
             dp = warpgroup_mma_wait(0, deps=(dp_flight,))
-            arrive(bars, B.v_empty, BAR_OFF)
+            mbarrier.arrive(v_empty.index(0), count=1)
             ds_operand = gl.convert_layout((p * (dp + delta[:, None])).to(DTYPE), OPERAND)
             k = k_s.index(slot).reshape([BLOCK_KV, DIM])
             acc_flight = warpgroup_mma(ds_operand, k, acc, is_async=True)
-            wait_if(step + 1 < steps, bars, B.k_full + ahead, ((step + 1) // 2) & 1, BAR_OFF)
+            mbarrier.wait(k_full.index(ahead), ((step + 1) // 2) & 1, pred=step + 1 < steps)
             k_next = k_s.index(ahead).reshape([BLOCK_KV, DIM])
             if CUT:  # noqa: SIM102 - asked when the kernel is compiled
                 if step + 1 < steps:
                     zero_hidden_keys(k_next, block + 1, place, PART)
             s_flight = warpgroup_mma(q, k_next.permute((1, 0)), s_zero, use_acc=False, is_async=True)
             acc, ds_operand = warpgroup_mma_wait(1, deps=(acc_flight, ds_operand))
-            arrive(bars, B.k_empty + slot, BAR_OFF)
+            mbarrier.arrive(k_empty.index(slot), count=1)
             s = warpgroup_mma_wait(0, deps=(s_flight,))
-    mbarrier.wait(bars.index(B.q_full + PART), 0)  # over already, unless these queries see no key
+    mbarrier.wait(q_full.index(PART), 0)  # over already, unless these queries see no key
     q_s.index(PART).reshape([64, DIM]).store((acc * scale).to(DTYPE))
     fence_async_shared()
     tma_store(dq_map, box_at(sequence, head, q_base, place[0], own, PACKED), q_s.index(PART))
@@ -421,42 +398,49 @@ def query_gradients(
     batch, heads_q, heads_kv, len_q, len_kv, tiles, section, left, right, scale_log2, scale, softcap,
     padded_rows, saved_rows,
     CUT: gl.constexpr, TOP_LEFT: gl.constexpr, BLOCK_KV: gl.constexpr, DIM: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, BAR_OFF: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dq of one tile of 128 queries.
 
     Launched with 4 warps over tiles x heads_q (x batch, unless packed) programs.
     """
     DTYPE: gl.constexpr = q_map.dtype
+    BAR_LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
     q_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 1, 64, DIM], q_map.layout)
     d_out_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 1, 64, DIM], d_out_map.layout)
     k_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 1, BLOCK_KV, DIM], k_map.layout)
     v_s = gl.allocate_shared_memory(DTYPE, [1, 1, 1, 1, BLOCK_KV, DIM], v_map.layout)
-    B: gl.constexpr = query_barriers()
-    bars = gl.allocate_shared_memory(gl.int64, [B.end, 1], mbarrier.MBarrierLayout())
-    CONSUMERS: gl.constexpr = 8 if BY_WARP else 2
-    PLACE: gl.constexpr = BAR_OFF if BY_WARP else None
-    init_barriers(bars, B.q_full, B.k_empty, 1)
-    init_barriers(bars, B.k_empty, B.v_full, CONSUMERS)
-    init_barriers(bars, B.v_full, B.v_empty, 1)
-    init_barriers(bars, B.v_empty, B.end, CONSUMERS)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR_LAYOUT)
+    d_out_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR_LAYOUT)
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR_LAYOUT)
+    k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR_LAYOUT)
+    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], BAR_LAYOUT)
+    v_empty = gl.allocate_shared_memory(gl.int64, [1, 1], BAR_LAYOUT)
+    for slot in gl.static_range(2):
+        mbarrier.init(q_full.index(slot), count=1)
+        mbarrier.init(d_out_full.index(slot), count=1)
+        mbarrier.init(k_full.index(slot), count=1)
+        mbarrier.init(k_empty.index(slot), count=2)
+    mbarrier.init(v_full.index(0), count=1)
+    mbarrier.init(v_empty.index(0), count=2)
     fence_async_shared()
     # The tuples stand inside the call: put into a variable first, one would lose its constants.
     warp_specialize([
         (differentiate_queries, (
-            dq_map, saved_ptr, (q_s, d_out_s, k_s, v_s), bars, (cu_q_ptr, cu_k_ptr, kv_start_ptr, kv_stop_ptr),
+            dq_map, saved_ptr, (q_s, d_out_s, k_s, v_s), (q_full, d_out_full, k_full, k_empty, v_full, v_empty),
+            (cu_q_ptr, cu_k_ptr, kv_start_ptr, kv_stop_ptr),
             (batch, heads_q, heads_kv, len_q, len_kv, tiles, section), (left, right), (scale_log2, scale, softcap),
-            (padded_rows, saved_rows), 0, CUT, TOP_LEFT, BLOCK_KV, DIM, B, PLACE,
+            (padded_rows, saved_rows), 0, CUT, TOP_LEFT, BLOCK_KV, DIM,
         )),
         (differentiate_queries, (
-            dq_map, saved_ptr, (q_s, d_out_s, k_s, v_s), bars, (cu_q_ptr, cu_k_ptr, kv_start_ptr, kv_stop_ptr),
+            dq_map, saved_ptr, (q_s, d_out_s, k_s, v_s), (q_full, d_out_full, k_full, k_empty, v_full, v_empty),
+            (cu_q_ptr, cu_k_ptr, kv_start_ptr, kv_stop_ptr),
             (batch, heads_q, heads_kv, len_q, len_kv, tiles, section), (left, right), (scale_log2, scale, softcap),
-            (padded_rows, saved_rows), 1, CUT, TOP_LEFT, BLOCK_KV, DIM, B, PLACE,
+            (padded_rows, saved_rows), 1, CUT, TOP_LEFT, BLOCK_KV, DIM,
         )),
         (load_keys, (
             (q_map, d_out_map, k_map, v_map), (q_s, d_out_s, k_s, v_s),
-            bars, (cu_q_ptr, cu_k_ptr, kv_start_ptr, kv_stop_ptr),
+            (q_full, d_out_full, k_full, k_empty, v_full, v_empty), (cu_q_ptr, cu_k_ptr, kv_start_ptr, kv_stop_ptr),
             (batch, heads_q, heads_kv, len_q, len_kv, tiles, section), (left, right), CUT, TOP_LEFT, BLOCK_KV, DIM,
-            B,
         )),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
