@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilewise import api, dispatch, reference
-from tilewise.backends.naive import Terms, naive_backward
 from tilewise.backends.extents import contiguous
+from tilewise.backends.naive import Terms, naive_backward
 from tilewise.bench.cases import Case, Inputs
 from tilewise.dispatch import Plan
 from tilewise.machine import cost
