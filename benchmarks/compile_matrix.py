@@ -94,6 +94,24 @@ def decode_cases(target: Target) -> Iterator[Case]:
             yield Case(f"{kernel} fp16 d=64 {name}", build)
 
 
+def hopper_cases(target: Target) -> Iterator[Case]:
+    """Give the kernels for Hopper, as their tests hold them to a table of what they take; for that target alone."""
+    if target != 90:
+        return
+    checks = checks_of("test_hopper_forward")
+    for name, variant in (checks.VARIANTS | checks.SLOW).items():
+        yield Case(f"hopper forward bf16 {name}", partial(checks.compiled_variant, variant))
+    backward_checks = checks_of("test_hopper_backward")
+    for row in backward_checks.TAKES:
+
+        def build(row: object = row) -> Compiled:
+            with pytest.MonkeyPatch.context() as patch:
+                compiled: Compiled = backward_checks.compiled_row(row, patch)
+            return compiled
+
+        yield Case(f"hopper {row[0]} bf16 d={row[1]} {row[2]}", build)
+
+
 @cache
 def checks_of(name: str) -> ModuleType:
     """Load the tests that catch what a backend would launch."""
@@ -101,12 +119,13 @@ def checks_of(name: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise FileNotFoundError("this script needs the tests beside it")
     module = importlib.util.module_from_spec(spec)
+    sys.path.append(str(ROOT / "tests"))  # where tests find what they share
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-CASES = (softmax_cases, attention_cases, decode_cases)
+CASES = (softmax_cases, attention_cases, decode_cases, hopper_cases)
 
 
 def measure(case: Case, target: Target) -> dict[str, object]:

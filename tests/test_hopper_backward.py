@@ -344,28 +344,33 @@ def type_of(name: str, value: object) -> str | None:
     return "fp32" if isinstance(value, float) else "i32"
 
 
+def compiled_row(row: tuple[str, int, str], patch: pytest.MonkeyPatch) -> compiling.Compiled:
+    """Compile the kernel of one row of the table."""
+    kernel, dim, features = row
+    options = _options._replace(causal="causal" in features, window_left=50 if "window" in features else None)
+    lengths = (20, 30) if "packed" in features else ()
+    case = Case("compiled", 1, 2, 1, 64, 64, dim, dim, lengths_q=lengths, options=options)
+    compiler = Compiler(kernel)
+    patch.setattr(hopper_backward, "prepare_named", compiler.prepare_named)
+    alone = kernel == "query_gradients"
+    run(case.build("cpu", "bfloat16"), Needs(dq="without dq" not in features, dk=not alone, dv=not alone))
+    assert compiler.compiled is not None
+    return compiler.compiled
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("row", TAKES, ids=[" ".join(map(str, row)) for row in TAKES])
 def test_each_kernel_takes_what_is_recorded(
     row: tuple[str, int, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
-    kernel, dim, features = row
-    options = _options._replace(causal="causal" in features, window_left=50 if "window" in features else None)
-    lengths = (20, 30) if "packed" in features else ()
-    case = Case("compiled", 1, 2, 1, 64, 64, dim, dim, lengths_q=lengths, options=options)
-    call = case.build("cpu", "bfloat16")
-    compiler = Compiler(kernel)
-    monkeypatch.setattr(hopper_backward, "prepare_named", compiler.prepare_named)
-    alone = kernel == "query_gradients"
-    run(call, Needs(dq="without dq" not in features, dk=not alone, dv=not alone))
-    assert compiler.compiled is not None
-    found = compiling.resources(compiler.compiled)
+    compiled = compiled_row(row, monkeypatch)
+    found = compiling.resources(compiled)
     record_property("resources", found._asdict())
     registers, spilled, shared = TAKES[row]
     assert (found.registers, found.shared) == (registers, shared)
     assert found.spilled <= spilled
-    assert not warnings_of_ptxas(str(compiler.compiled.asm["ptx"]), tmp_path)
+    assert not warnings_of_ptxas(str(compiled.asm["ptx"]), tmp_path)
 
 
 def warnings_of_ptxas(ptx: str, folder: Path) -> list[str]:
