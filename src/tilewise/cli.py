@@ -402,5 +402,16 @@ for _name, _function, _examples in LAB:
     app.command(_name, epilog=example(*_examples))(_function)
 
 
+@app.command(epilog=example("tilewise lab --port 8000"))
+def lab(
+    port: Annotated[int, typer.Option(help="Of this machine alone; 0 takes a free one.")] = 0,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+) -> None:
+    """Open the lab as a page: counter, stepper, masks, joined splits and roofline with controls. Ctrl-C ends it."""
+    from tilewise.lab.serve import serve
+
+    serve(port, browser=browser, tell=lambda address: print_blocks([f"the lab is at {address}; Ctrl-C ends it"]))
+
+
 if __name__ == "__main__":
     main()
