@@ -90,8 +90,11 @@ def join(mesh: object) -> Member:
     if list(ranks) != sorted(ranks):
         mend = "init_device_mesh and slices of its meshes give such; groups count their ranks so"
         raise fail("a mesh's ranks must ascend", list(ranks), mend)
-    name = f"{list(ranks)} as {' x '.join(map(str, mesh.mesh.shape))}"
     control = _control(groups[0], ranks, mesh.device_type)
+    for group in groups if mesh.device_type != "cpu" else []:
+        # NCCL connects a group in its first collective call, which all ranks must make; a hop need not have them all.
+        dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+    name = f"{list(ranks)} as {' x '.join(map(str, mesh.mesh.shape))}"
     member = Member(name, ranks, ranks.index(dist.get_rank()), groups, control)
     _members[key] = member
     return member
