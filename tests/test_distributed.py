@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 
+ROOT = Path(__file__).parents[1]
 DOCUMENTS = (5, 0, 41, 1, 17)
 CAUSAL = options(causal=True)
 
@@ -340,6 +345,49 @@ def _gone(rank: int, world: int) -> Failures:
         assert time.monotonic() - start < 30  # the timeout is 2, the machine may be busy
 
     return collect({"gone": case})
+
+
+# ---- scripts --------------------------------------------------------------------------------------------------------
+
+
+def torchrun(script: str, *words: str, ranks: int) -> subprocess.CompletedProcess[str]:
+    """Run a script of this project in several ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = [*command, str(ROOT / script), *words]
+    return subprocess.run(done, capture_output=True, text=True, check=False, env=environment)
+
+
+needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+
+
+@needs_transformers
+def test_a_llama_trains_on_one_rank_as_on_many() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, str(ROOT / "examples/train_long_llama.py"), "--device=cpu", "--length=200", "--steps=2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "200 tokens over 1 ranks" in done.stdout
+
+
+@pytest.mark.slow
+@needs_transformers
+def test_a_llama_trains_on_four_ranks_in_two_rows() -> None:
+    script = "examples/train_long_llama.py"
+    done = torchrun(script, "--device=cpu", "--length=201", "--steps=2", "--data-parallel=2", ranks=4)
+    assert done.returncode == 0, done.stderr
+    assert "2 x 201 tokens over 2 ranks each" in done.stdout
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_what_one_gives(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    done = torchrun("benchmarks/gpu_distributed.py", "--sections=check", f"--json={file}", ranks=2)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text(encoding="utf-8"))["check"]
+    assert isinstance(found, list), found
+    assert {one["case"]: one["bad"] for one in found if one["bad"]} == {}
 
 
 # ---- beside FSDP ----------------------------------------------------------------------------------------------------
