@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tilewise
@@ -111,6 +112,8 @@ def _cases(rank: int, world: int) -> Failures:
         "decoding": partial(_decoding, mesh),
         **{f"fault: {name}": partial(_fault, fault, says, mesh) for name, (fault, says) in FAULTS.items()},
     }
+    if world == 2:  # the compiler takes seconds to import, in each rank
+        cases["transforms"] = partial(_transforms, mesh)
     if world == 4:
         cases["FSDP"] = _fsdp
         cases["another mesh of the same ranks"] = partial(_other_mesh, meshes[2, 2], mesh)
@@ -210,6 +213,24 @@ def _layout(mesh: DeviceMesh) -> None:
     other, lse = context_parallel_attention(*turned, mesh=mesh, causal=True, layout="bshd", return_lse=True)
     assert torch.equal(other.transpose(1, 2), out)
     assert lse.shape == out.shape[:3]
+
+
+def _transforms(mesh: DeviceMesh) -> None:
+    """Compiled models and activation checkpoints give the same gradients; a second derivative is refused."""
+    whole = Case("causal", heads_q=4, heads_kv=4, options=CAUSAL).build("cpu", "float32").tensors.q
+    q = split(whole, mesh, dim=2).requires_grad_()
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        y = 2 * x
+        return context_parallel_attention(y, y, y, mesh=mesh, causal=True) + 1
+
+    (expected,) = torch.autograd.grad(attend(q).square().sum(), q)
+    compiled = torch.compile(attend, backend="aot_eager")
+    assert torch.equal(torch.autograd.grad(compiled(q).square().sum(), q)[0], expected)
+    out = torch.utils.checkpoint.checkpoint(attend, q, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(out.square().sum(), q)[0], expected)
+    with pytest.raises(NotImplementedError, match=r"no second derivative; got create_graph=True"):
+        torch.autograd.grad(attend(q).square().sum(), q, create_graph=True)
 
 
 def _splitting(meshes: dict[tuple[int, ...], DeviceMesh]) -> None:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.problem.problem import fail, mismatch
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _POLL = 0.01  # seconds between two looks into the store
 _AGREEMENTS_KEPT = 1024
 
@@ -55,6 +57,12 @@ class Member:
     groups: list[dist.ProcessGroup]
     control: dist.ProcessGroup
     agreed: dict[tuple[int, ...], tuple[Description, ...]] = field(default_factory=dict)
+
+
+def outside_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Keep a function out of compiled graphs, which break before it: ranks must talk, and the host plans."""
+    kept: Callable[_P, _T] = torch.compiler.disable(function)
+    return kept
 
 
 # ---- a mesh ---------------------------------------------------------------------------------------------------------

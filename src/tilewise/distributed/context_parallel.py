@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tilewise import autograd, dispatch
 from tilewise.arguments import Window, autocast, check_rank, check_tensors, sides
-from tilewise.distributed.agree import Description, Member, agree, answers, join
+from tilewise.distributed.agree import Description, Member, agree, answers, join, outside_graphs
 from tilewise.distributed.cost import choose
 from tilewise.distributed.exchange import Exchange
 from tilewise.distributed.ranges import ORDERS, Order, Range, Sharding, rows_of, size
@@ -148,6 +148,7 @@ def context_parallel_attention(
     order: Order = ...,
     backend: str | None = ...,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@outside_graphs
 def context_parallel_attention(
     q: torch.Tensor,
     k: torch.Tensor,

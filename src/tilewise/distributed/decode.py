@@ -14,7 +14,7 @@ import torch
 from tilewise.api import attention_with_kvcache, merge
 from tilewise.arguments import check_tensors
 from tilewise.backends.outputs import sum_dtype
-from tilewise.distributed.agree import Description, agree, join
+from tilewise.distributed.agree import Description, agree, join, outside_graphs
 from tilewise.distributed.context_parallel import gather
 from tilewise.problem.problem import fail
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tilewise.problem.problem import Layout
 
 
+@outside_graphs
 def context_parallel_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,

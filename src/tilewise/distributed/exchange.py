@@ -87,8 +87,7 @@ class Exchange(torch.autograd.Function):
         return (gather_rows if gather else scatter_rows)(x, parts, member)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Send gradients where their tensors came from."""
-        back = scatter_rows if ctx.gather else gather_rows  # type: ignore[attr-defined]
-        return back(gradient, ctx.parts, ctx.member), None, None, None  # type: ignore[attr-defined]
+        back = Exchange.apply(gradient, ctx.parts, ctx.member, not ctx.gather)  # type: ignore[attr-defined,no-untyped-call]
+        return back, None, None, None

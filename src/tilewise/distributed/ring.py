@@ -395,11 +395,14 @@ class RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(
         ctx: FunctionCtx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         """Differentiate. What has no gradient here may have one elsewhere, so every rank must take part."""
+        if torch.is_grad_enabled():  # torch's own once_differentiable would let a zero pass for the second derivative
+            raise NotImplementedError(
+                "context_parallel_attention has no second derivative; got create_graph=True. tilewise.attention has one"
+            )
         q, k, v, out, lse = ctx.saved_tensors  # type: ignore[attr-defined]
         if d_out is None:
             d_out = torch.zeros_like(out)
