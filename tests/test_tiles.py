@@ -86,14 +86,9 @@ def test_an_unknown_target_gets_what_every_gpu_has() -> None:
 def test_every_default_fits_its_target_by_estimate(target: str, kind: Kind) -> None:
     capability = TARGETS[target]
     for itemsize in (1, 2, 4):
-        for dim_qk in (1, 32, 64, 80, 128, 192, 256):
+        for dim_qk in (1, 32, 64, 80, 128, 192, 256, 300, 512):
             for dim_v in (dim_qk, 128):
-                if (
-                    kind in ("backward_kv", "backward_q")
-                    and itemsize == 4
-                    and max(dim_qk, dim_v) > 128
-                    and SHARED_MEMORY[target] == 64 * KIB
-                ):
+                if kind == "decode" and itemsize == 4 and dim_qk > 256 and SHARED_MEMORY[target] == 64 * KIB:
                     continue  # refused: see below
                 tiles = default_tiles(capability, dim_qk, dim_v, itemsize, kind)
                 assert estimate_shared_memory(tiles, dim_qk, dim_v, itemsize, kind) <= SHARED_MEMORY[target]
@@ -102,8 +97,34 @@ def test_every_default_fits_its_target_by_estimate(target: str, kind: Kind) -> N
 
 @pytest.mark.parametrize("capability", [(7, 5), "gfx942"])
 def test_tiles_that_fit_nowhere_are_refused_with_the_numbers(capability: Capability) -> None:
-    with pytest.raises(ValueError, match="no backward_kv tiles with head dims 256 and 256 of 4 bytes fit the 64 KiB"):
-        default_tiles(capability, 256, 256, 4, "backward_kv")
+    with pytest.raises(ValueError, match="no backward_kv tiles with head dims 513 and 513 of 4 bytes fit the 64 KiB"):
+        default_tiles(capability, 513, 513, 4, "backward_kv")
+    with pytest.raises(ValueError, match="no decode tiles with head dims 512 and 512 of 4 bytes fit the 64 KiB"):
+        default_tiles(capability, 512, 512, 4, "decode")
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward_kv", "backward_q"])
+def test_head_dims_come_in_pieces_only_where_nothing_else_fits(kind: Kind) -> None:
+    for capability in TARGETS.values():
+        for dim_qk, dim_v in ((512, 512), (512, 64), (64, 512), (256, 256), (128, 128)):
+            for itemsize in (2, 4):
+                tiles = default_tiles(capability, dim_qk, dim_v, itemsize, kind, NO_TABLES)
+                least = estimate_shared_memory(Tiles(16, 16), dim_qk, dim_v, itemsize, kind)
+                assert (tiles.max_dim is not None) == (least > shared_memory_limit(capability))
+
+
+def test_a_limit_of_columns_cuts_head_dims_into_pieces() -> None:
+    tiles = Tiles(16, 16, max_dim=256)
+    assert [tiles.piece(dim) for dim in (1, 80, 256, 257, 512)] == [16, 128, 256, 256, 256]
+    assert [tiles.pieces(dim) for dim in (0, 1, 80, 256, 257, 512)] == [1, 1, 1, 1, 2, 2]
+    assert Tiles(16, 16).piece(512) == 512
+    assert Tiles(16, 16).pieces(512) == 1
+
+
+@pytest.mark.parametrize("most", [0, 8, 100, 128.0, True])
+def test_a_limit_of_columns_is_a_width_that_a_tile_can_have(most: int) -> None:
+    with pytest.raises(ValueError, match="max_dim must be None or a power of two from 16"):
+        Tiles(64, 64, max_dim=most)
 
 
 def test_a_default_is_the_largest_that_fits() -> None:
@@ -128,6 +149,9 @@ def test_a_default_is_the_largest_that_fits() -> None:
         ("sm_75", "forward", 256, 2, Tiles(32, 32, 4, 1)),  # one stage, rather than fewer than 32 of either
         ("sm_89", "forward", 256, 4, Tiles(32, 16, 4, 2)),
         ("sm_89", "forward", 512, 4, Tiles(16, 16, 4, 1)),
+        ("sm_89", "backward_kv", 512, 4, Tiles(16, 16, 4, 1, max_dim=256)),
+        ("gfx942", "backward_q", 512, 2, Tiles(16, 16, 4, 1, max_dim=256)),
+        ("sm_75", "backward_q", 256, 4, Tiles(16, 16, 4, 1, max_dim=128)),
         ("sm_100", "backward_q", 128, 2, Tiles(128, 64, 8, 2)),  # shared memory allows no square
         ("sm_90", "backward_kv", 256, 2, Tiles(64, 32, 4, 2)),
         ("sm_86", "backward_kv", 128, 2, Tiles(64, 32, 4, 2)),
@@ -163,6 +187,8 @@ def test_the_estimate_counts_every_operand_tile() -> None:
     assert estimate_shared_memory(tiles, 100, 50, 2, "forward") == 2 * forward  # padded
     keys_outside = (32 + 3 * 64) * both + 2 * 64 * 32  # k and v, three stages of q and d_out, p and ds
     assert estimate_shared_memory(tiles, 128, 64, 2, "backward_kv") == 2 * keys_outside + 3 * 64 * 4 * 4
+    in_pieces = 16 * 256 + 16 * (256 + 64) + 32 * 256 + 16 * 16  # the first pieces, v, two more pieces, p
+    assert estimate_shared_memory(Tiles(16, 16, max_dim=256), 512, 64, 2, "forward") == 2 * in_pieces
     queries_outside = (64 + 3 * 128) * both + 2 * 64 * 128
     assert (
         estimate_shared_memory(Tiles(64, 128, 4, 3), 128, 64, 2, "backward_q") == 2 * queries_outside + 3 * 128 * 4 * 4
@@ -203,6 +229,8 @@ def test_a_tuned_row_goes_before_the_default(tmp_path: Path) -> None:
     folder = write(tmp_path, ROW, {**ROW, "kind": "decode", "block_q": 16})
     assert default_tiles((9, 0), 128, 100, 2, "forward", folder) == Tiles(64, 256, 2, 3)
     assert default_tiles((9, 0), 128, 128, 2, "decode", folder) == Tiles(16, 256, 2, 3)
+    pieces = write(tmp_path / "pieces", {**ROW, "dim_qk": 512, "max_dim": 256, "max_registers": 128})
+    assert default_tiles((9, 0), 500, 128, 2, "forward", pieces) == Tiles(64, 256, 2, 3, 128, 256)
     assert len(load_table("sm_90", folder)) == 2
     wide = write(tmp_path / "wide", {**ROW, "itemsize": 8, "num_warps": 1})
     assert default_tiles((9, 0), 128, 128, 8, "forward", wide) == Tiles(64, 256, 1, 3)

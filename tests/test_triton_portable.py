@@ -79,10 +79,54 @@ def test_rows_of_many_large_tiles_are_within_budget(monkeypatch: pytest.MonkeyPa
     check(run(call, NAME), call)
 
 
+# ---- large head dims ------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("dims", [(512, 512), (300, 40)])
 def test_large_head_dims_are_within_budget(dims: tuple[int, int]) -> None:
     call = Case("large", 1, 2, 1, 20, 40, *dims, options=Options(causal=True, return_lse=True)).build("cpu", "float32")
     check(run(call, NAME), call)
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [((512, 512), "float32"), ((64, 512), "float32"), ((512, 128), "float16"), ((300, 300), "float16")],
+)
+def test_head_dims_in_pieces_are_within_budget(
+    dims: tuple[int, int], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_portable, "default_tiles", lambda *_: Tiles(16, 16, max_dim=256))
+    call = Case("wide", 1, 2, 1, 20, 30, *dims, options=Options(causal=True, return_lse=True)).build("cpu", dtype)
+    assert {"out", "lse", "dq", "dk", "dv"} <= set(check(run(call, NAME), call))
+
+
+WIDE = {
+    case.name: case
+    for case in (
+        Case(
+            "scores", 1, 2, 1, 35, 40, 33, 64, bias="1hqk", sink="h", alibi="h",
+            options=Options(causal=True, window_left=9, softcap=3.0, scale=-0.3, dropout=0.1, return_lse=True),
+        ),
+        Case("mask", 1, 2, 2, 20, 40, 64, 16, mask="11qk", ranges=((3, 37),), strided=True),
+        Case("packed", 1, 2, 1, dim_qk=16, dim_v=50, lengths_q=(20, 9), tail=2, bias="hqk", sink="h"),
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WIDE.values(), ids=WIDE)
+def test_whatever_is_asked_holds_of_head_dims_in_pieces_too(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_portable, "default_tiles", lambda *_: replace(SMALL, max_dim=32))
+    call = case.build("cpu", "float32")
+    check(run(call, NAME), call)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy sees inf - inf
+def test_hidden_keys_in_pieces_may_hold_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_portable, "default_tiles", lambda *_: replace(SMALL, max_dim=16))
+    call = Case("hidden", 1, 1, 1, 20, 20, 24, 24, mask="111k").build("cpu", "float32")
+    assert call.tensors.mask is not None
+    dirty, clean = hidden_and_clean(call, ~call.tensors.mask.transpose(2, 3))
+    assert_same(run(dirty, NAME), run(clean, NAME))
 
 
 # ---- dropout --------------------------------------------------------------------------------------------------------
@@ -119,9 +163,8 @@ def assert_same(got: Results, want: Results) -> None:
             assert torch.equal(ours, theirs), name
 
 
-def hidden_and_clean(name: str, hidden: torch.Tensor) -> tuple[Call, Call]:
+def hidden_and_clean(call: Call, hidden: torch.Tensor) -> tuple[Call, Call]:
     """Give a call whose hidden keys and values are NaN and inf, and the same call with zeros there."""
-    call = CASES[name].build("cpu", "float32")
     k, v = call.tensors.k, call.tensors.v
     dirty = call.tensors._replace(k=k.masked_fill(hidden, math.nan), v=v.masked_fill(hidden, math.inf))
     clean = call.tensors._replace(k=k.masked_fill(hidden, 0), v=v.masked_fill(hidden, 0))
@@ -132,7 +175,7 @@ def hidden_and_clean(name: str, hidden: torch.Tensor) -> tuple[Call, Call]:
 def test_keys_outside_the_range_may_hold_anything(name: str) -> None:
     keys = torch.arange(37)
     hidden = torch.stack([(keys < start) | (keys >= stop) for start, stop in CASES[name].ranges])[:, None, :, None]
-    dirty, clean = hidden_and_clean(name, hidden)
+    dirty, clean = hidden_and_clean(CASES[name].build("cpu", "float32"), hidden)
     got = run(dirty, NAME)
     assert_same(got, run(clean, NAME))
     assert got.dk is not None
@@ -144,11 +187,11 @@ def test_keys_outside_the_range_may_hold_anything(name: str) -> None:
 )  # NumPy sees inf - inf, before it is hidden
 def test_keys_that_the_band_or_a_mask_hides_from_all_may_hold_anything() -> None:
     ahead = (torch.arange(37) >= 20)[None, None, :, None]
-    dirty, clean = hidden_and_clean("causal top-left, more keys", ahead)
+    dirty, clean = hidden_and_clean(CASES["causal top-left, more keys"].build("cpu", "float32"), ahead)
     assert_same(run(dirty, NAME), run(clean, NAME))
-    mask = CASES["padding mask"].build("cpu", "float32").tensors.mask
-    assert mask is not None
-    dirty, clean = hidden_and_clean("padding mask", ~mask.transpose(2, 3))
+    call = CASES["padding mask"].build("cpu", "float32")
+    assert call.tensors.mask is not None
+    dirty, clean = hidden_and_clean(call, ~call.tensors.mask.transpose(2, 3))
     assert_same(run(dirty, NAME), run(clean, NAME))
 
 

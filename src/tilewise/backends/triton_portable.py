@@ -100,7 +100,7 @@ def _multiplies_without_matrix_units(problem: Problem, kind: Kind) -> bool:
 
 def _unrolled(sizes: Tiles) -> Tiles:
     """Shrink tiles to what an unrolled product can hold in registers: larger ones spill thousands of bytes a thread."""
-    return Tiles(min(sizes.block_q, 32), min(sizes.block_kv, 32), num_warps=8, num_stages=1)
+    return Tiles(min(sizes.block_q, 32), min(sizes.block_kv, 32), num_warps=8, num_stages=1, max_dim=sizes.max_dim)
 
 
 def precision(problem: Problem, kind: Kind = "forward") -> str:
@@ -190,7 +190,7 @@ class Forward:
         matrices["out"] = out.transpose(1, 2) if is_bshd(problem) else out
         unit = _unit(*matrices.values())
         count = tile_count(problem, problem.total_q, sizes.block_q)
-        programs = count * problem.heads_q * entries(problem)
+        grid = count * problem.heads_q * entries(problem), sizes.pieces(problem.dim_v)
         arguments = {
             "lse_ptr": lse,
             **_row_strides(problem, lse=lse),
@@ -200,9 +200,9 @@ class Forward:
             "PRECISION": precision(problem),
             "tiles": count,
         }
-        launch = _prepare(attention_forward, programs, arguments, sizes, self._names)
+        launch = _prepare(attention_forward, grid, arguments, sizes, self._names)
         if launch is None:
-            return lambda _: _launch(attention_forward, programs, arguments, sizes)
+            return lambda _: _launch(attention_forward, grid, arguments, sizes)
         self._launches[key] = launch
         return launch
 
@@ -251,19 +251,19 @@ def backward(
     }
     heads = problem.heads_q * entries(problem)
 
-    def launch(kernel: Jitted, programs: int, sizes: Tiles = by_queries, **more: Argument) -> None:
-        _launch(kernel, programs, arguments | more, sizes)
+    def launch(kernel: Jitted, programs: int, sizes: Tiles = by_queries, pieces: int = 1, **more: Argument) -> None:
+        _launch(kernel, (programs, pieces), arguments | more, sizes)
 
     rows = -(-problem.total_q // by_queries.block_q)
-    launch(kernels.prepare_rows, rows * heads, tiles=rows)
+    launch(kernels.prepare_rows, rows * heads, tiles=rows, BLOCK_DIM_V=padded_dim(problem.dim_v))
     if dk is not None or dv is not None:
         count = tile_count(problem, problem.total_kv, by_keys.block_kv)
-        for part, blocks in _key_passes(problem, by_keys, dk, dv):
-            own = {"tiles": count, "BLOCK_Q": blocks.block_q, "BLOCK_KV": blocks.block_kv}
-            launch(kernels.key_gradients, count * heads // problem.group, blocks, **own, **part)
+        for part, blocks, pieces in _key_passes(problem, by_keys, dk, dv):
+            own = {"tiles": count, **_blocks(problem, blocks)}
+            launch(kernels.key_gradients, count * heads // problem.group, blocks, pieces, **own, **part)
     if dq is not None:
         count = tile_count(problem, problem.total_q, by_queries.block_q)
-        launch(kernels.query_gradients, count * heads, tiles=count)
+        launch(kernels.query_gradients, count * heads, pieces=by_queries.pieces(problem.dim_qk), tiles=count)
     dbias = (
         _bias_gradient(problem, tensors.bias, by_queries, launch) if needs.dbias and tensors.bias is not None else None
     )
@@ -273,19 +273,21 @@ def backward(
 
 def _key_passes(
     problem: Problem, sizes: Tiles, dk: torch.Tensor | None, dv: torch.Tensor | None
-) -> Iterator[tuple[Arguments, Tiles]]:
-    """Give the passes over keys: one for dk and dv, or, where a program cannot hold both sums, one for each.
+) -> Iterator[tuple[Arguments, Tiles, int]]:
+    """Give the passes over keys and their pieces: one for dk and dv, or, where no program can hold both, one for each.
 
     Two passes compute the scores twice, and are faster all the same at head dim 256, where one pass spills. dv's sum
-    alone leaves room for twice the queries.
+    alone leaves room for twice the queries. Where head dims come in pieces, the programs of a pass own one each.
     """
-    if padded_dim(problem.dim_qk) + padded_dim(problem.dim_v) <= 256 or sizes.block_kv < 128:
-        yield {}, sizes
+    pieces_dk, pieces_dv = sizes.pieces(problem.dim_qk), sizes.pieces(problem.dim_v)
+    small = padded_dim(problem.dim_qk) + padded_dim(problem.dim_v) <= 256 or sizes.block_kv < 128
+    if small and pieces_dk == pieces_dv == 1:
+        yield {}, sizes, 1
         return
     if dk is not None:
-        yield {"dv_ptr": None}, sizes
+        yield {"dv_ptr": None}, sizes, pieces_dk
     if dv is not None:
-        yield {"dk_ptr": None}, replace(sizes, block_q=2 * sizes.block_q)
+        yield {"dk_ptr": None}, (sizes if small else replace(sizes, block_q=2 * sizes.block_q)), pieces_dv
 
 
 def _bias_gradient(problem: Problem, bias: torch.Tensor, sizes: Tiles, launch: Callable[..., None]) -> torch.Tensor:
@@ -426,14 +428,21 @@ def _constants(problem: Problem, sizes: Tiles, unit: int) -> Arguments:
     return {
         "DIM_QK": problem.dim_qk,
         "DIM_V": problem.dim_v,
-        "BLOCK_Q": sizes.block_q,
-        "BLOCK_KV": sizes.block_kv,
-        "BLOCK_DIM_QK": padded_dim(problem.dim_qk),
-        "BLOCK_DIM_V": padded_dim(problem.dim_v),
+        **_blocks(problem, sizes),
         "UNIT": unit,
         "TOP_LEFT": problem.mask.band.align == "top_left",
         "EXACT": exact,
         "NEGATIVE": problem.score.scale < 0,
+    }
+
+
+def _blocks(problem: Problem, sizes: Tiles) -> Arguments:
+    """Give the shapes of tiles."""
+    return {
+        "BLOCK_Q": sizes.block_q,
+        "BLOCK_KV": sizes.block_kv,
+        "BLOCK_DIM_QK": sizes.piece(problem.dim_qk),
+        "BLOCK_DIM_V": sizes.piece(problem.dim_v),
     }
 
 
@@ -443,19 +452,19 @@ _Launch = Callable[[Iterable[torch.Tensor]], None]
 
 
 def _prepare(
-    kernel: Jitted, programs: int, arguments: Arguments, sizes: Tiles, pointers: Sequence[str]
+    kernel: Jitted, grid: tuple[int, int], arguments: Arguments, sizes: Tiles, pointers: Sequence[str]
 ) -> _Launch | None:
     """Settle a launch but for the addresses of its tensors, given by name; None where launches go to Triton."""
     from tilewise.backends.launch import prepare_named
 
-    return prepare_named(kernel, (programs,), arguments, pointers, **_launch_options(sizes))
+    return prepare_named(kernel, grid, arguments, pointers, **_launch_options(sizes))
 
 
-def _launch(kernel: Jitted, programs: int, arguments: Arguments, sizes: Tiles) -> None:
+def _launch(kernel: Jitted, grid: tuple[int, int], arguments: Arguments, sizes: Tiles) -> None:
     """Launch a kernel with those of the arguments that it takes."""
     from tilewise.backends.launch import launch_named
 
-    launch_named(kernel, (programs,), arguments, **_launch_options(sizes))
+    launch_named(kernel, grid, arguments, **_launch_options(sizes))
 
 
 class _LaunchOptions(TypedDict):

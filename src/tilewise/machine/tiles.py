@@ -38,7 +38,9 @@ SHARED_MEMORY = {
 _LEAST_SHARED_MEMORY = 64 * KIB
 
 _LEAST_BLOCK = 16  # tensor cores multiply nothing smaller
+_MOST_IN_PIECES = 512  # each piece is code of its own
 _ROW_KEYS = {"kind", "dim_qk", "dim_v", "itemsize", "block_q", "block_kv", "num_warps", "num_stages", "provenance"}
+_OPTIONAL_KEYS = {"max_registers", "max_dim"}
 _PROVENANCE_KEYS = {"device", "date", "triton", "command"}
 
 
@@ -51,6 +53,8 @@ class Tiles:
         num_warps: warps of 32 threads (64 on AMD) that work on one tile.
         num_stages: tiles of the inner loop held in shared memory at once.
         max_registers: the most registers a thread may use, so that more programs share an SM; None: no limit.
+        max_dim: the most columns of a matrix that are held at once, a power of two: wider head dims come in pieces of
+            so many, each result's piece from a program of its own; None: no limit.
     """
 
     block_q: int
@@ -58,6 +62,7 @@ class Tiles:
     num_warps: int = 4
     num_stages: int = 1
     max_registers: int | None = None
+    max_dim: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_kv", "num_warps", "num_stages"):
@@ -67,6 +72,21 @@ class Tiles:
         most = self.max_registers
         if most is not None and (type(most) is not int or not 16 <= most <= 255):
             raise ValueError(f"max_registers must be None or a whole number from 16 to 255, got {most!r}")
+        dim = self.max_dim
+        if dim is not None and (type(dim) is not int or dim != padded_dim(dim)):
+            raise ValueError(f"max_dim must be None or a power of two from {_LEAST_BLOCK}, got {dim!r}")
+
+    def piece(self, dim: int) -> int:
+        """Give the columns of a head dim that are held at once.
+
+        >>> Tiles(16, 16, max_dim=256).piece(300), Tiles(16, 16, max_dim=256).piece(100), Tiles(16, 16).piece(300)
+        (256, 128, 512)
+        """
+        return min(padded_dim(dim), self.max_dim or padded_dim(dim))
+
+    def pieces(self, dim: int) -> int:
+        """Count the pieces that a head dim comes in, at least one."""
+        return max(-(-dim // self.piece(dim)), 1)
 
 
 def torch_tiles(batch_heads: int, itemsize: int, budget: int = 16 * MIB) -> Tiles:
@@ -77,7 +97,7 @@ def torch_tiles(batch_heads: int, itemsize: int, budget: int = 16 * MIB) -> Tile
     torch call costs, and at least 16 of each, even where the budget is too small for that.
 
     >>> torch_tiles(8, 4)
-    Tiles(block_q=512, block_kv=1024, num_warps=4, num_stages=1, max_registers=None)
+    Tiles(block_q=512, block_kv=1024, num_warps=4, num_stages=1, max_registers=None, max_dim=None)
     >>> torch_tiles(256, 4).block_q, torch_tiles(256, 4).block_kv
     (128, 128)
     """
@@ -119,28 +139,35 @@ def estimate_shared_memory(tiles: Tiles, dim_qk: int, dim_v: int, itemsize: int,
     and ds), and 16 num_stages block_q bytes (lse and delta in float32, each twice); backward_q: the same with the
     blocks exchanged.
 
+    Of a head dim in pieces (``max_dim``), d counts one, and ``(block_q + block_kv) piece`` is added: the pieces after
+    the first are loaded two at a time, where they are multiplied.
+
     The compiler reuses space and keeps some operands in registers, so this is meant to be an upper estimate.
 
     >>> estimate_shared_memory(Tiles(128, 64, 8, 2), 128, 128, 2, "forward") // 1024
     112
     """
     block_q, block_kv, stages = tiles.block_q, tiles.block_kv, tiles.num_stages
-    dim_qk, dim_v = padded_dim(dim_qk), padded_dim(dim_v)
+    wide = tiles.pieces(dim_qk) + tiles.pieces(dim_v) > 2
+    dim_qk, dim_v = tiles.piece(dim_qk), tiles.piece(dim_v)
     both = dim_qk + dim_v
     if kind in ("backward_kv", "backward_q"):
         resting, streaming = (block_kv, block_q) if kind == "backward_kv" else (block_q, block_kv)
         rows = (resting + stages * streaming) * both
-        return (rows + 2 * block_q * block_kv) * itemsize + 16 * stages * streaming
-    return (block_q * dim_qk + stages * block_kv * both + block_q * block_kv) * itemsize
+        others = (block_q + block_kv) * max(dim_qk, dim_v) if wide else 0
+        return (rows + others + 2 * block_q * block_kv) * itemsize + 16 * stages * streaming
+    others = (block_q + block_kv) * dim_qk if wide else 0
+    return (block_q * dim_qk + stages * block_kv * both + others + block_q * block_kv) * itemsize
 
 
 def _estimate_registers(tiles: Tiles, dim_qk: int, dim_v: int, kind: Kind) -> int:
     """Estimate the float32 numbers a block keeps in registers: running sums and score tiles."""
+    dim_qk, dim_v = tiles.piece(dim_qk), tiles.piece(dim_v)
     if kind == "backward_kv":
-        return tiles.block_kv * (padded_dim(dim_qk) + padded_dim(dim_v)) + 2 * tiles.block_q * tiles.block_kv
+        return tiles.block_kv * (dim_qk + dim_v) + 2 * tiles.block_q * tiles.block_kv
     if kind == "backward_q":
-        return tiles.block_q * padded_dim(dim_qk) + 2 * tiles.block_q * tiles.block_kv
-    return tiles.block_q * (padded_dim(dim_v) + tiles.block_kv)
+        return tiles.block_q * dim_qk + 2 * tiles.block_q * tiles.block_kv
+    return tiles.block_q * (dim_v + tiles.block_kv)
 
 
 def _candidates(kind: Kind) -> Iterator[Tiles]:
@@ -155,6 +182,9 @@ def _candidates(kind: Kind) -> Iterator[Tiles]:
         for block_q, block_kv in pairs:
             if min(block_q, block_kv) >= least:
                 yield Tiles(block_q, block_kv, 8 if block_q * block_kv >= 128 * 64 else 4, stages)
+    for max_dim in (256, 128):  # the fewer pieces, the less often scores are computed
+        for block_q, block_kv in ((32, 32), (32, 16), (16, 16)):
+            yield Tiles(block_q, block_kv, max_dim=max_dim)
 
 
 def default_tiles(
@@ -164,8 +194,9 @@ def default_tiles(
 
     The default is the largest block_q x block_kv, at most 128 x 128, whose shared memory fits by
     `estimate_shared_memory` and whose running sums and scores take at most half of an SM's 65,536 registers. Two
-    stages of at least 32 x 32 go before larger tiles of one stage. Decode takes 16 query rows and up to 64 keys in
-    three stages, where two programs fit into the shared memory that one may ask for.
+    stages of at least 32 x 32 go before larger tiles of one stage. Where not even 16 x 16 fits, head dims up to 512
+    come in pieces of 256 columns, or else of 128. Decode takes 16 query rows and up to 64 keys in three stages, where
+    two programs fit into the shared memory that one may ask for; its head dims come whole.
 
     Args:
         capability: (9, 0), "gfx942"; see `Device.capability`.
@@ -178,7 +209,7 @@ def default_tiles(
         ValueError: nothing fits, or a table is malformed.
 
     >>> default_tiles((8, 0), 128, 128, 2, "forward")
-    Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2, max_registers=None)
+    Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2, max_registers=None, max_dim=None)
     """
     if kind not in get_args(Kind):
         raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}; got {kind!r}")
@@ -191,6 +222,8 @@ def default_tiles(
     limit = shared_memory_limit(capability)
     for most in (limit // 2, limit) if kind == "decode" else (limit,):
         for tiles in _candidates(kind):
+            if tiles.max_dim and max(dim_qk, dim_v) > _MOST_IN_PIECES:
+                continue
             fits = estimate_shared_memory(tiles, dim_qk, dim_v, itemsize, kind) <= most
             if fits and _estimate_registers(tiles, dim_qk, dim_v, kind) <= 32768:
                 return tiles
@@ -261,8 +294,8 @@ def load_table(target: str, folder: Path | None = None) -> Mapping[tuple[str, in
     """Read a target's tuned rows, by (kind, padded dim_qk, padded dim_v, itemsize); empty where there is no file.
 
     A file holds ``{"target": "sm_90", "rows": [...]}``. A row holds kind, dim_qk, dim_v (padded), itemsize, the
-    fields of `Tiles` (max_registers may be left out), and ``"provenance": {"device", "date", "triton", "command"}``,
-    all of it text.
+    fields of `Tiles` (max_registers and max_dim may be left out), and ``"provenance": {"device", "date", "triton",
+    "command"}``, all of it text.
 
     Raises:
         ValueError: the file is malformed; the message names it and the row.
@@ -287,7 +320,7 @@ def load_table(target: str, folder: Path | None = None) -> Mapping[tuple[str, in
 
 def _read_row(row: object) -> tuple[tuple[str, int, int, int], Tiles]:
     """Check one row of a table and give its key and tiles."""
-    if not isinstance(row, dict) or set(row) | {"max_registers"} != _ROW_KEYS | {"max_registers"}:
+    if not isinstance(row, dict) or set(row) | _OPTIONAL_KEYS != _ROW_KEYS | _OPTIONAL_KEYS:
         raise ValueError(f"must have exactly the keys {', '.join(sorted(_ROW_KEYS))}; got {row!r}")
     provenance = row["provenance"]
     if not isinstance(provenance, dict) or set(provenance) != _PROVENANCE_KEYS:
@@ -304,7 +337,7 @@ def _read_row(row: object) -> tuple[tuple[str, int, int, int], Tiles]:
     if itemsize not in (1, 2, 4, 8):
         raise ValueError(f"itemsize must be 1, 2, 4 or 8 bytes; got {itemsize!r}")
     block_q, block_kv, warps, stages = (row[name] for name in ("block_q", "block_kv", "num_warps", "num_stages"))
-    tiles = Tiles(block_q, block_kv, warps, stages, row.get("max_registers"))
+    tiles = Tiles(block_q, block_kv, warps, stages, row.get("max_registers"), row.get("max_dim"))
     if min(tiles.block_q, tiles.block_kv) < _LEAST_BLOCK:
         raise ValueError(f"blocks must be {_LEAST_BLOCK} or more; got {tiles.block_q} and {tiles.block_kv}")
     if any(n & (n - 1) for n in (tiles.block_q, tiles.block_kv, tiles.num_warps)):

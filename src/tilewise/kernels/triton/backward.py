@@ -19,6 +19,7 @@ import triton.language as tl
 from tilewise.kernels.share import kernel
 from tilewise.kernels.triton.steps import (
     LOG2E,
+    add_pieces,
     base_of,
     exponent_factor,
     finish_score,
@@ -27,6 +28,7 @@ from tilewise.kernels.triton.steps import (
     key_range,
     load_rows,
     option,
+    own_piece,
     packed_tile,
     pairs_of,
     query_blocks,
@@ -114,7 +116,8 @@ def tile_gradients(
 
 @triton.jit
 def over_queries(
-    k, v, dk, dv, q_matrix, d_out_matrix, saved, kv_pos, place, left, right, seen, score_with, mask, drop, first, stop,
+    k, v, k_source, v_source, piece, dk, dv, q_matrix, d_out_matrix, saved, kv_pos, place, left, right, seen,
+    score_with, mask, drop, first, stop,
     MASKED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr,
     EXACT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -128,16 +131,21 @@ def over_queries(
         d_out = load_rows(d_out_matrix, start, seen[0], seen[1], DIM_V, BLOCK_Q, BLOCK_DIM_V, MASKED, UNIT)
         lse, delta = load_saved(saved, rows)
         visible = (visible_pairs(q_pos, kv_pos, place, left, right, mask),) if MASKED else ()
+        q_source, d_out_source = (q_matrix, start, seen[0], seen[1]), (d_out_matrix, start, seen[0], seen[1])
         score = tl.dot(k, q.T, input_precision=PRECISION)
+        score = add_pieces(score, k_source, q_source, (), DIM_QK, BLOCK_DIM_QK, MASKED, UNIT, PRECISION)
         dp = tl.dot(v, d_out.T, input_precision=PRECISION)
+        dp = add_pieces(dp, v_source, d_out_source, (), DIM_V, BLOCK_DIM_V, MASKED, UNIT, PRECISION)
         p, ds, derivative = tile_gradients(
             score, dp, lse[None, :], delta[None, :], q_pos, kv_pos, place, score_with, drop, visible, EXACT, PACKED
         )
         if NEED_DV:
+            d_out = own_piece(d_out, d_out_source, (), piece, DIM_V, BLOCK_DIM_V, MASKED, UNIT)
             dv = tl.dot(p.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
         if NEED_DK:
             if len(derivative) > 0:
                 ds = ds * derivative[0]
+            q = own_piece(q, q_source, (), piece, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -162,8 +170,13 @@ def key_gradients(
     BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr, TOP_LEFT: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of one tile of keys, summed over the query heads that share it; either may be None."""
+    """Compute dk and dv of one tile of keys, summed over the query heads that share it; either may be None.
+
+    Where head dims come in pieces, one must be: the grid's second axis counts the pieces of the other.
+    """
     PACKED: tl.constexpr = cu_q_ptr is not None
+    WIDE: tl.constexpr = DIM_V > BLOCK_DIM_V if dk_ptr is None else DIM_QK > BLOCK_DIM_QK
+    piece = tl.program_id(1) if WIDE else 0
     program = tl.program_id(0)
     tile = program % tiles  # early keys are seen by most queries when causal: longest first
     kv_head = program // tiles % (heads // group)
@@ -181,8 +194,10 @@ def key_gradients(
 
     k = base_of(k_ptr, sequence, kv_head, kv_base, k_batch_stride, k_head_stride, k_row_stride, UNIT)
     v = base_of(v_ptr, sequence, kv_head, kv_base, v_batch_stride, v_head_stride, v_row_stride, UNIT)
-    k = load_rows((k, k_row_stride, k_dim_stride), start, kv_start, kv_stop, DIM_QK, BLOCK_KV, BLOCK_DIM_QK, True, UNIT)
-    v = load_rows((v, v_row_stride, v_dim_stride), start, kv_start, kv_stop, DIM_V, BLOCK_KV, BLOCK_DIM_V, True, UNIT)
+    k_source = ((k, k_row_stride, k_dim_stride), start, kv_start, kv_stop)
+    v_source = ((v, v_row_stride, v_dim_stride), start, kv_start, kv_stop)
+    k = load_rows(k_source[0], start, kv_start, kv_stop, DIM_QK, BLOCK_KV, BLOCK_DIM_QK, True, UNIT)
+    v = load_rows(v_source[0], start, kv_start, kv_stop, DIM_V, BLOCK_KV, BLOCK_DIM_V, True, UNIT)
     kv_pos = (start + tl.arange(0, BLOCK_KV))[:, None]
     dk, dv = tl.zeros([BLOCK_KV, BLOCK_DIM_QK], tl.float32), tl.zeros([BLOCK_KV, BLOCK_DIM_V], tl.float32)
     for head in range(kv_head * group, kv_head * group + group):
@@ -190,16 +205,9 @@ def key_gradients(
         g = base_of(d_out_ptr, sequence, head, q_base, d_out_batch_stride, d_out_head_stride, d_out_row_stride, UNIT)
         saved = base_of(saved_ptr, sequence, head, q_base, saved_batch_stride, saved_head_stride, 1, 1)
         bias = pairs_of(
-            bias_ptr,
-            sequence,
-            head,
-            q_base,
-            bias_batch_stride,
-            bias_head_stride,
-            bias_q_stride,
-            bias_kv_stride,
+            bias_ptr, sequence, head, q_base, bias_batch_stride, bias_head_stride, bias_q_stride, bias_kv_stride,
             bias_width,
-        )
+        )  # fmt: skip
         mask = pairs_of(
             mask_ptr, sequence, head, q_base, mask_batch_stride, mask_head_stride, mask_q_stride, mask_kv_stride, len_kv
         )
@@ -208,7 +216,8 @@ def key_gradients(
         for part in tl.static_range(3):  # masked, bare, masked
             if (right is not None or mask_ptr is not None) if part == 0 else mask_ptr is None:
                 dk, dv = over_queries(
-                    k, v, dk, dv, (q, q_row_stride, q_dim_stride), (g, d_out_row_stride, d_out_dim_stride),
+                    k, v, k_source, v_source, piece, dk, dv,
+                    (q, q_row_stride, q_dim_stride), (g, d_out_row_stride, d_out_dim_stride),
                     (saved, saved_plane_stride), kv_pos, place, left, right, seen,
                     (scale, option(softcap), bias, alibi), mask, drop, edges[part], edges[part + 1],
                     part != 1, dk_ptr is not None, dv_ptr is not None, DIM_QK, DIM_V, BLOCK_Q, BLOCK_DIM_QK,
@@ -218,11 +227,11 @@ def key_gradients(
     if dk_ptr is not None:
         base = base_of(dk_ptr, sequence, kv_head, kv_base, dk_batch_stride, dk_head_stride, dk_row_stride, UNIT)
         dk = tl.where(inside, dk * scale, 0.0)
-        store_rows((base, dk_row_stride, dk_dim_stride), start, len_kv, dk, DIM_QK, BLOCK_KV, BLOCK_DIM_QK, UNIT)
+        store_rows((base, dk_row_stride, dk_dim_stride), start, len_kv, dk, DIM_QK, BLOCK_KV, BLOCK_DIM_QK, UNIT, piece)
     if dv_ptr is not None:
         base = base_of(dv_ptr, sequence, kv_head, kv_base, dv_batch_stride, dv_head_stride, dv_row_stride, UNIT)
         dv = tl.where(inside, dv, 0.0)
-        store_rows((base, dv_row_stride, dv_dim_stride), start, len_kv, dv, DIM_V, BLOCK_KV, BLOCK_DIM_V, UNIT)
+        store_rows((base, dv_row_stride, dv_dim_stride), start, len_kv, dv, DIM_V, BLOCK_KV, BLOCK_DIM_V, UNIT, piece)
 
 
 # ---- the gradient of queries ----------------------------------------------------------------------------------------
@@ -230,7 +239,8 @@ def key_gradients(
 
 @triton.jit
 def over_keys(
-    q, d_out, dq, k_matrix, v_matrix, lse, delta, q_pos, place, left, right, seen, score_with, mask, drop, first, stop,
+    q, d_out, q_source, d_out_source, piece, dq, k_matrix, v_matrix, lse, delta, q_pos, place, left, right, seen,
+    score_with, mask, drop, first, stop,
     MASKED: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -244,13 +254,18 @@ def over_keys(
         visible = (visible_pairs(q_pos, kv_pos, place, left, right, mask),) if MASKED else ()
         if len(mask) > 0:
             k = zero_unseen(k, visible[0])
+        k_source, v_source = (k_matrix, start, seen[0], seen[1]), (v_matrix, start, seen[0], seen[1])
+        unseen = visible if len(mask) > 0 else ()
         score = tl.dot(q, k.T, input_precision=PRECISION)
+        score = add_pieces(score, q_source, k_source, unseen, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT, PRECISION)
         dp = tl.dot(d_out, v.T, input_precision=PRECISION)
+        dp = add_pieces(dp, d_out_source, v_source, (), DIM_V, BLOCK_DIM_V, MASKED, UNIT, PRECISION)
         _, ds, derivative = tile_gradients(
             score, dp, lse, delta, q_pos, kv_pos, place, score_with, drop, visible, EXACT, PACKED
         )
         if len(derivative) > 0:
             ds = ds * derivative[0]
+        k = own_piece(k, k_source, unseen, piece, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
 
@@ -274,8 +289,9 @@ def query_gradients(
     BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr, TOP_LEFT: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one tile of queries."""
+    """Compute dq of one tile of queries; the grid's second axis counts pieces of its columns."""
     PACKED: tl.constexpr = cu_q_ptr is not None
+    piece = tl.program_id(1) if DIM_QK > BLOCK_DIM_QK else 0
     program = tl.program_id(0)
     tile = tiles - 1 - program % tiles  # late queries see most keys when causal: longest first
     head = program // tiles % heads
@@ -305,19 +321,22 @@ def query_gradients(
     alibi = scalar_of(slopes_ptr, sequence, head, slopes_batch_stride, slopes_head_stride)
     drop = () if seed_ptr is None else (tl.load(seed_ptr), dropout, head, sequence)
     rows = q_start + tl.arange(0, BLOCK_Q)
-    q = load_rows((q, q_row_stride, q_dim_stride), q_start, 0, len_q, DIM_QK, BLOCK_Q, BLOCK_DIM_QK, True, UNIT)
-    d_out = load_rows(
-        (d_out, d_out_row_stride, d_out_dim_stride), q_start, 0, len_q, DIM_V, BLOCK_Q, BLOCK_DIM_V, True, UNIT
-    )
+    q_source = ((q, q_row_stride, q_dim_stride), q_start, 0, len_q)
+    d_out_source = ((d_out, d_out_row_stride, d_out_dim_stride), q_start, 0, len_q)
+    q = load_rows(q_source[0], q_start, 0, len_q, DIM_QK, BLOCK_Q, BLOCK_DIM_QK, True, UNIT)
+    d_out = load_rows(d_out_source[0], q_start, 0, len_q, DIM_V, BLOCK_Q, BLOCK_DIM_V, True, UNIT)
     lse, delta = load_saved((saved, saved_plane_stride), rows)
     dq = tl.zeros([BLOCK_Q, BLOCK_DIM_QK], tl.float32)
     for part in tl.static_range(3):  # masked, bare, masked
         if (left is not None or kv_start_ptr is not None or mask_ptr is not None) if part == 0 else mask_ptr is None:
             dq = over_keys(
-                q, d_out, dq, (k, k_row_stride, k_dim_stride), (v, v_row_stride, v_dim_stride),
+                q, d_out, q_source, d_out_source, piece, dq,
+                (k, k_row_stride, k_dim_stride), (v, v_row_stride, v_dim_stride),
                 lse[:, None], delta[:, None], rows[:, None], place, left, right, seen,
                 (scale, option(softcap), bias, alibi), mask, drop, edges[part], edges[part + 1],
                 part != 1, DIM_QK, DIM_V, BLOCK_KV, BLOCK_DIM_QK, BLOCK_DIM_V, UNIT, EXACT, PACKED, PRECISION,
             )  # fmt: skip
     base = base_of(dq_ptr, sequence, head, q_base, dq_batch_stride, dq_head_stride, dq_row_stride, UNIT)
-    store_rows((base, dq_row_stride, dq_dim_stride), q_start, len_q, dq * scale, DIM_QK, BLOCK_Q, BLOCK_DIM_QK, UNIT)
+    store_rows(
+        (base, dq_row_stride, dq_dim_stride), q_start, len_q, dq * scale, DIM_QK, BLOCK_Q, BLOCK_DIM_QK, UNIT, piece
+    )

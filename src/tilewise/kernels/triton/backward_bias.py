@@ -11,6 +11,7 @@ from tilewise.kernels.share import kernel
 from tilewise.kernels.triton.backward import load_saved, tile_gradients
 from tilewise.kernels.triton.steps import (
     LOG2E,
+    add_pieces,
     base_of,
     clamped,
     key_blocks,
@@ -38,14 +39,18 @@ def add_tiles(
     d_out = load_rows(d_out_matrix, q_start, 0, len_q, DIM_V, BLOCK_Q, BLOCK_DIM_V, True, UNIT)
     lse, delta = load_saved(saved, rows)
     q_pos = rows[:, None]
+    q_source, d_out_source = (q_matrix, q_start, 0, len_q), (d_out_matrix, q_start, 0, len_q)
     for block in range(first, stop):
         start = block * BLOCK_KV
         kv_pos = (start + tl.arange(0, BLOCK_KV))[None, :]
         k = load_rows(k_matrix, start, seen[0], seen[1], DIM_QK, BLOCK_KV, BLOCK_DIM_QK, True, UNIT)
         v = load_rows(v_matrix, start, seen[0], seen[1], DIM_V, BLOCK_KV, BLOCK_DIM_V, True, UNIT)
         visible = visible_pairs(q_pos, kv_pos, place, left, right, mask)
+        k_source, v_source = (k_matrix, start, seen[0], seen[1]), (v_matrix, start, seen[0], seen[1])
         score = tl.dot(q, k.T, input_precision=PRECISION)
+        score = add_pieces(score, q_source, k_source, (), DIM_QK, BLOCK_DIM_QK, True, UNIT, PRECISION)
         dp = tl.dot(d_out, v.T, input_precision=PRECISION)
+        dp = add_pieces(dp, d_out_source, v_source, (), DIM_V, BLOCK_DIM_V, True, UNIT, PRECISION)
         _, ds, _ = tile_gradients(
             score, dp, lse[:, None], delta[:, None], q_pos, kv_pos, place, score_with, drop, (visible,), EXACT, PACKED
         )

@@ -16,6 +16,7 @@ from tilewise.kernels.share import kernel
 from tilewise.kernels.triton.steps import (
     LN2,
     LOG2E,
+    add_pieces,
     base_of,
     exponent_factor,
     finish_score,
@@ -35,10 +36,10 @@ from tilewise.kernels.triton.steps import (
 
 @triton.jit
 def attend(
-    q, k_matrix, v_matrix, q_pos, state, place, left, right, seen, score_with, mask, drop, first, stop,
+    q, q_source, k_matrix, v_matrix, piece, q_pos, state, place, left, right, seen, score_with, mask, drop, first, stop,
     MASKED: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """Take the queries over the blocks of keys [first, stop); give the new (row_max, row_sum, acc)."""
     row_max, row_sum, acc = state
@@ -48,12 +49,17 @@ def attend(
         start = block * BLOCK_KV
         kv_pos = (start + tl.arange(0, BLOCK_KV))[None, :]
         k = load_rows(k_matrix, start, seen_start, seen_stop, DIM_QK, BLOCK_KV, BLOCK_DIM_QK, MASKED, UNIT)
-        v = load_rows(v_matrix, start, seen_start, seen_stop, DIM_V, BLOCK_KV, BLOCK_DIM_V, MASKED, UNIT)
+        v = load_rows(v_matrix, start, seen_start, seen_stop, DIM_V, BLOCK_KV, BLOCK_DIM_V, MASKED, UNIT, piece)
+        unseen = ()
         if MASKED:
             visible = visible_pairs(q_pos, kv_pos, place, left, right, mask)
             if len(mask) > 0:
-                k, v = zero_unseen(k, visible), zero_unseen(v, visible)
+                k, v, unseen = zero_unseen(k, visible), zero_unseen(v, visible), (visible,)
         score = tl.dot(q, k.T, input_precision=PRECISION)
+        score = add_pieces(
+            score, q_source, (k_matrix, start, seen_start, seen_stop), unseen, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT,
+            PRECISION, NEGATIVE,
+        )  # fmt: skip
         score, _ = finish_score(score, q_pos, kv_pos, place, score_with, EXACT, PACKED)
         if MASKED:
             score = tl.where(visible, score, -float("inf"))
@@ -108,12 +114,15 @@ def attention_forward(
     """Compute out and lse of one tile of queries; ``backends/triton_portable.py`` says what each argument is.
 
     Tensors are addressed as (batch, heads, len, dim). Packed sequences are one batch entry, in which they begin at
-    different rows; len_q and len_kv then count all tokens.
+    different rows; len_q and len_kv then count all tokens. The grid's second axis counts the pieces of out's columns;
+    all programs of the same rows find the same lse. NEGATIVE says whether scale is, at compile time: arithmetic on q
+    would keep the products from reading it in shared memory.
     """
     PACKED: tl.constexpr = cu_q_ptr is not None
     BARE: tl.constexpr = mask_ptr is None
     HEAD_MASKED: tl.constexpr = left is not None or kv_start_ptr is not None or not BARE
     program = tl.program_id(0)
+    piece = tl.program_id(1) if DIM_V > BLOCK_DIM_V else 0
     tile = tiles - 1 - program % tiles  # late queries see most keys when causal: longest first
     head = program // tiles % heads
     if PACKED:
@@ -143,20 +152,20 @@ def attention_forward(
     sink = scalar_of(sink_ptr, sequence, head, sink_batch_stride, sink_head_stride)
     drop = () if seed_ptr is None else (tl.load(seed_ptr), dropout, head, sequence)
 
-    q_pos = (q_start + tl.arange(0, BLOCK_Q))[:, None]
-    # The sign goes to q, exactly, so that row_max may compare before scaling; and 0 * -inf must not be. Whether there
-    # is one is known at compile time: arithmetic on q would keep the products from reading it in shared memory.
-    q = load_rows((q, q_row_stride, q_dim_stride), q_start, 0, len_q, DIM_QK, BLOCK_Q, BLOCK_DIM_QK, True, UNIT)
+    rows = q_start + tl.arange(0, BLOCK_Q)
+    q_source = ((q, q_row_stride, q_dim_stride), q_start, 0, len_q)
+    # The sign goes to q, exactly, so that row_max may compare before scaling; and 0 * -inf must not be.
+    q = load_rows(q_source[0], q_start, 0, len_q, DIM_QK, BLOCK_Q, BLOCK_DIM_QK, True, UNIT)
     q = -q if NEGATIVE else q
     factor = tl.maximum(tl.abs(scale), 1e-30)
     state = fresh_state(BLOCK_Q, BLOCK_DIM_V)
     for part in tl.static_range(3):  # masked, bare, masked
         if HEAD_MASKED if part == 0 else BARE:
             state = attend(
-                q, (k, k_row_stride, k_dim_stride), (v, v_row_stride, v_dim_stride), q_pos, state,
-                place, left, right, seen, (factor, option(softcap), bias, alibi), mask, drop,
-                edges[part], edges[part + 1],
-                part != 1, DIM_QK, DIM_V, BLOCK_KV, BLOCK_DIM_QK, BLOCK_DIM_V, UNIT, EXACT, PACKED, PRECISION,
+                q, q_source, (k, k_row_stride, k_dim_stride), (v, v_row_stride, v_dim_stride), piece, rows[:, None],
+                state, place, left, right, seen, (factor, option(softcap), bias, alibi), mask, drop, edges[part],
+                edges[part + 1], part != 1, DIM_QK, DIM_V, BLOCK_KV, BLOCK_DIM_QK, BLOCK_DIM_V, UNIT, EXACT, PACKED,
+                PRECISION, NEGATIVE,
             )  # fmt: skip
     if len(sink) > 0:
         state = add_sink(state, tl.where(is_tail, -float("inf"), sink[0] * LOG2E))
@@ -165,9 +174,8 @@ def attention_forward(
     kept = 1.0 if seed_ptr is None else 1.0 - dropout
     store_rows(
         (out, out_row_stride, out_dim_stride), q_start, len_q, acc / (row_sum_or_1 * kept)[:, None],
-        DIM_V, BLOCK_Q, BLOCK_DIM_V, UNIT,
+        DIM_V, BLOCK_Q, BLOCK_DIM_V, UNIT, piece,
     )  # fmt: skip
     if lse_ptr is not None:
         lse = base_of(lse_ptr, sequence, head, q_base, lse_batch_stride, lse_head_stride, lse_row_stride, 1)
-        rows = q_start + tl.arange(0, BLOCK_Q)
         tl.store(lse + rows * lse_row_stride, row_max * LN2 + tl.log(row_sum_or_1), mask=rows < len_q)

@@ -21,6 +21,7 @@ from tilewise.problem import blocks
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))
+MOST_POSITIONS = tl.constexpr(2**30)  # no position reaches it
 
 block_ranges = share(blocks.block_ranges)
 is_visible = share(blocks.is_visible)
@@ -174,22 +175,25 @@ def tile_pointers(
 @triton.jit
 def load_rows(
     matrix, start, first, stop,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr, piece=0,
 ):  # fmt: skip
     """Load rows ``start`` to ``start + BLOCK`` of a matrix (base, row_stride, dim_stride): (BLOCK, BLOCK_DIM).
 
-    Zero beyond DIM and, if BOUNDED, outside [first, stop).
+    Zero beyond DIM and, if BOUNDED, outside [first, stop). Of a matrix wider than BLOCK_DIM it is one piece.
     """
     base, row_stride, dim_stride = matrix
+    PADDED: tl.constexpr = DIM < BLOCK_DIM or DIM % BLOCK_DIM > 0
+    if DIM > BLOCK_DIM:
+        base += piece * BLOCK_DIM * dim_stride
     pointers = tile_pointers(base, start, row_stride, dim_stride, BLOCK, BLOCK_DIM, UNIT)
     rows = start + tl.arange(0, BLOCK)
     inside_rows = ((rows >= first) & (rows < stop))[:, None]
-    inside_dims = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-    if BOUNDED and DIM < BLOCK_DIM:
+    inside_dims = (tl.arange(0, BLOCK_DIM) < DIM - piece * BLOCK_DIM)[None, :]
+    if BOUNDED and PADDED:
         tile = tl.load(pointers, mask=inside_rows & inside_dims, other=0.0)
     elif BOUNDED:
         tile = tl.load(pointers, mask=inside_rows, other=0.0)
-    elif DIM < BLOCK_DIM:
+    elif PADDED:
         tile = tl.load(pointers, mask=inside_dims, other=0.0)
     else:
         tile = tl.load(pointers)
@@ -198,12 +202,16 @@ def load_rows(
 
 @triton.jit
 def store_rows(
-    matrix, start, stop, tile, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, UNIT: tl.constexpr
+    matrix, start, stop, tile,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, UNIT: tl.constexpr, piece=0,
 ):  # fmt: skip
-    """Store a tile (BLOCK, BLOCK_DIM) to rows ``start`` up to ``stop`` of a matrix, in its own type."""
+    """Store a tile (BLOCK, BLOCK_DIM) to rows ``start`` up to ``stop`` of a matrix or its piece, in its own type."""
     base, row_stride, dim_stride = matrix
+    if DIM > BLOCK_DIM:
+        base += piece * BLOCK_DIM * dim_stride
     pointers = tile_pointers(base, start, row_stride, dim_stride, BLOCK, BLOCK_DIM, UNIT)
-    inside = (start + tl.arange(0, BLOCK) < stop)[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    inside_dims = tl.arange(0, BLOCK_DIM) < DIM - piece * BLOCK_DIM
+    inside = (start + tl.arange(0, BLOCK) < stop)[:, None] & inside_dims[None, :]
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
 
 
@@ -218,6 +226,51 @@ def load_pairs(pairs, q_pos, kv_pos, len_q, PACKED: tl.constexpr):
         kv_pos = tl.minimum(kv_pos, width - 1)
     pointers = base + (q_pos.to(tl.int64) * q_stride + kv_pos.to(tl.int64) * kv_stride)
     return tl.load(pointers, mask=(q_pos < len_q) & (kv_pos < width), other=0)
+
+
+# ---- pieces ---------------------------------------------------------------------------------------------------------
+#
+# A head dim too wide for the chip comes in pieces of BLOCK_DIM columns. A product over it begins with the first piece,
+# as if there were no other, and `add_pieces` adds the rest. Of the results a program owns one piece, for which
+# `own_piece` finds the rows; programs along the grid's second axis own the others, and each computes the scores for
+# itself. Where one piece is all, no code is made here. A source is (matrix, start, first, stop), for `load_rows`.
+
+
+@triton.jit
+def add_pieces(
+    product, resting, streaming, visible,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    NEGATIVE: tl.constexpr = False,
+):  # fmt: skip
+    """Add to ``dot(resting, streaming.T)`` of the first pieces what the others contribute; both are sources.
+
+    Of what rests in a program, too, the other pieces are loaded for each block of streaming rows. The compiler would
+    see that they are the same each time, and hold them all through the loop: so a bound seems to change with the block.
+    BOUNDED and visible, (visible,) or (), say which streaming rows must be zero; NEGATIVE negates what rests.
+    """
+    for piece in tl.static_range(1, (DIM + BLOCK_DIM - 1) // BLOCK_DIM):
+        matrix, start, first, stop = resting
+        stop = tl.where(streaming[1] < MOST_POSITIONS, stop, first)
+        a = load_rows(matrix, start, first, stop, DIM, product.shape[0], BLOCK_DIM, True, UNIT, piece)
+        matrix, start, first, stop = streaming
+        b = load_rows(matrix, start, first, stop, DIM, product.shape[1], BLOCK_DIM, BOUNDED, UNIT, piece)
+        if len(visible) > 0:
+            b = zero_unseen(b, visible[0])
+        product = tl.dot(-a if NEGATIVE else a, b.T, product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def own_piece(
+    tile, source, visible, piece, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """Give the piece of rows that a program's own columns are summed from; tile is the first one."""
+    if DIM > BLOCK_DIM:
+        matrix, start, first, stop = source
+        tile = load_rows(matrix, start, first, stop, DIM, tile.shape[0], BLOCK_DIM, BOUNDED, UNIT, piece)
+        if len(visible) > 0:
+            tile = zero_unseen(tile, visible[0])
+    return tile
 
 
 # ---- scores ---------------------------------------------------------------------------------------------------------
