@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tilewise
 from distributed_ranks import Failures, Spread, check, collect, options, run_ranks
-from tilewise import testing
+from tilewise import autograd, dispatch, testing
 from tilewise.distributed import (
     context_parallel_attention,
     context_parallel_decode,
@@ -31,7 +31,7 @@ from tilewise.distributed import (
     split,
     unsplit,
 )
-from tilewise.distributed.context_parallel import Method
+from tilewise.distributed.context_parallel import METHODS, Method
 from tilewise.distributed.cost import Way, way
 from tilewise.machine.shape import Shape
 from tilewise.problem.problem import Tensors
@@ -107,6 +107,7 @@ def _cases(rank: int, world: int) -> Failures:
         "head groups": partial(_head_groups, mesh),
         "bytes": partial(_bytes, meshes),
         "skipped hops": partial(_skipped_hops, mesh),
+        "overlap": partial(_overlap, mesh),
         "layout": partial(_layout, mesh),
         "splitting": partial(_splitting, meshes),
         "decoding": partial(_decoding, mesh),
@@ -125,22 +126,21 @@ def _cases(rank: int, world: int) -> Failures:
 
 
 def _head_groups(mesh: DeviceMesh) -> None:
-    """Several groups of heads travel one behind the other and give the same bits as all at once."""
+    """Several groups of heads, one behind the other, give the same bits as all at once."""
     call = Case("grouped", heads_q=8, heads_kv=4, options=CAUSAL).build("cpu", "float32")
     parts = [split(x, mesh, dim=2) for x in call.tensors[:3]]
 
-    def run() -> list[torch.Tensor]:
+    def run(method: Method) -> list[torch.Tensor]:
         q, k, v = (x.clone().requires_grad_() for x in parts)
-        out = context_parallel_attention(q, k, v, mesh=mesh, causal=True, method="ring")
+        out = context_parallel_attention(q, k, v, mesh=mesh, causal=True, method=method)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
-    together, before = run(), ring.HOP_BYTES
-    try:
-        ring.HOP_BYTES = 1
-        apart = run()
-    finally:
-        ring.HOP_BYTES = before
-    assert all(map(torch.equal, together, apart))
+    for method in METHODS:
+        together = run(method)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ring, "HOP_BYTES", 1)
+            apart = run(method)
+        assert all(map(torch.equal, together, apart)), method
 
 
 class _Counted:
@@ -202,6 +202,39 @@ def _skipped_hops(mesh: DeviceMesh) -> None:
         )
     assert counted.received == (reach * 2 * 16 * 4 if rank else 0)
     assert counted.messages == (2 if rank else 0)
+
+
+def _overlap(mesh: DeviceMesh) -> None:
+    """The keys of a step are under way before the step ahead of it computes, and are waited for behind it."""
+    world = dist.get_world_size()
+    told: list[str] = []
+    call = Case("causal", options=CAUSAL).build("cpu", "float32")
+    q, k, v = (split(x, mesh, dim=2).requires_grad_() for x in call.tensors[:3])
+    compute, post, wait = autograd.run, dist.batch_isend_irecv, ring.Transfer.wait
+    differentiate = dispatch.backward
+
+    def noted(word: str, function: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object, **options: object) -> object:
+            told.append(word)
+            return function(*args, **options)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autograd, "run", noted("compute", compute))
+        patch.setattr(dispatch, "backward", noted("differentiate", differentiate))
+        patch.setattr(dist, "batch_isend_irecv", noted("post", post))
+        patch.setattr(ring.Transfer, "wait", noted("wait", wait))
+        out = context_parallel_attention(q, k, v, mesh=mesh, causal=True, method="ring")
+        forward, told = told, []
+        out.backward(out.detach())
+    steps = ["wait", "compute"] * (world - 1)
+    for step in range(world - 2):  # the transfer of the next step, before this one's is waited for
+        steps.insert(3 * step, "post")
+    assert forward == ["post", "compute", *steps]
+    assert told[:4] == ["post", "differentiate", *(["post", "wait"] if world > 2 else ["wait", "differentiate"])]
+    assert told.count("differentiate") == world
+    assert told.count("post") == told.count("wait") == 2 * (world - 1)
 
 
 def _layout(mesh: DeviceMesh) -> None:

@@ -139,7 +139,8 @@ def _control_of(group: dist.ProcessGroup, ranks: tuple[int, ...], device_type: s
 
 def _timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
     backend = group._get_backend(torch.device(device_type))  # noqa: SLF001  # no public way to a group's timeout
-    timeout: timedelta = backend.options._timeout  # noqa: SLF001
+    options = getattr(backend, "options", None)
+    timeout: timedelta = dist.constants.default_pg_timeout if options is None else options._timeout  # noqa: SLF001
     return timeout
 
 

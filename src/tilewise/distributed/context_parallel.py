@@ -220,7 +220,8 @@ def context_parallel_attention(
         mine = Description(failure=failure)
     found = agree(member, mine)
     sharding = _plan(found, q, k, v, mesh, bounds, Band.of(causal, window, align), method, order)
-    score = Score(scale, softcap or 0.0, deterministic, backend)
+    # Settled now: the backward pass may run in a thread that does not see use_backend.
+    score = Score(scale, softcap or 0.0, deterministic, backend or dispatch.requested())
     out, lse = _attend(q, k, v, Ring(member, sharding), score, return_lse)
     if packed:
         out, lse = out[0].transpose(0, 1), lse[0]

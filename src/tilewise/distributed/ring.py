@@ -211,8 +211,8 @@ class Ring:
         batch, heads = k.shape[:2]
         longest = -(-self.sharding.length_kv // self.size)
         head_bytes = batch * longest * (k.shape[-1] + v.shape[-1]) * k.element_size()
-        together = heads if self.size == 1 else min(heads, max(1, -(-HOP_BYTES // max(head_bytes, 1))))
-        starts = range(0, heads, together)
+        together = min(heads, -(-HOP_BYTES // max(head_bytes, 1)))
+        starts = range(0, heads, max(together, 1))
         return [Hop((start, min(start + together, heads)), step) for start in starts for step in range(self.size)]
 
     def fetch(self, hop: Hop, k: torch.Tensor, v: torch.Tensor) -> Transfer | None:
