@@ -120,15 +120,6 @@ def test_whatever_is_asked_holds_of_head_dims_in_pieces_too(case: Case, monkeypa
     check(run(call, NAME), call)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy sees inf - inf
-def test_hidden_keys_in_pieces_may_hold_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_portable, "default_tiles", lambda *_: replace(SMALL, max_dim=16))
-    call = Case("hidden", 1, 1, 1, 20, 20, 24, 24, mask="111k").build("cpu", "float32")
-    assert call.tensors.mask is not None
-    dirty, clean = hidden_and_clean(call, ~call.tensors.mask.transpose(2, 3))
-    assert_same(run(dirty, NAME), run(clean, NAME))
-
-
 # ---- dropout --------------------------------------------------------------------------------------------------------
 
 
@@ -180,6 +171,19 @@ def test_keys_outside_the_range_may_hold_anything(name: str) -> None:
     assert_same(got, run(clean, NAME))
     assert got.dk is not None
     assert not bool(got.dk.masked_select(hidden).any())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("max_dim", [None, 16])
+def test_a_hidden_key_leaves_no_trace_in_the_softcaps_slope(
+    max_dim: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_portable, "default_tiles", lambda *_: replace(SMALL, max_dim=max_dim))
+    options = Options(softcap=2.0, return_lse=True)
+    call = Case("hidden", 1, 1, 1, 20, 20, 24, 24, mask="111k", options=options).build("cpu", "float32")
+    assert call.tensors.mask is not None
+    dirty, clean = hidden_and_clean(call, ~call.tensors.mask.transpose(2, 3))
+    assert_same(run(dirty, NAME), run(clean, NAME))
 
 
 @pytest.mark.filterwarnings(

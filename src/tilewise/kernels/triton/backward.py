@@ -106,8 +106,10 @@ def tile_gradients(
         p_kept = tl.where(kept, p / (1.0 - drop[1]), 0.0)
         dp = tl.where(kept, dp / (1.0 - drop[1]), 0.0)
     ds = p * (dp - delta)
-    if len(visible) > 0:  # dp is NaN where a hidden value is
+    if len(visible) > 0:  # dp and the slope are NaN where a hidden value or key is
         ds = tl.where(visible[0], ds, 0.0)
+        if len(derivative) > 0:
+            derivative = (tl.where(visible[0], derivative[0], 0.0),)
     return p_kept, ds, derivative
 
 
@@ -133,9 +135,9 @@ def over_queries(
         visible = (visible_pairs(q_pos, kv_pos, place, left, right, mask),) if MASKED else ()
         q_source, d_out_source = (q_matrix, start, seen[0], seen[1]), (d_out_matrix, start, seen[0], seen[1])
         score = tl.dot(k, q.T, input_precision=PRECISION)
-        score = add_pieces(score, k_source, q_source, (), DIM_QK, BLOCK_DIM_QK, MASKED, UNIT, PRECISION)
+        score = add_pieces(score, k_source, q_source, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT, PRECISION)
         dp = tl.dot(v, d_out.T, input_precision=PRECISION)
-        dp = add_pieces(dp, v_source, d_out_source, (), DIM_V, BLOCK_DIM_V, MASKED, UNIT, PRECISION)
+        dp = add_pieces(dp, v_source, d_out_source, DIM_V, BLOCK_DIM_V, MASKED, UNIT, PRECISION)
         p, ds, derivative = tile_gradients(
             score, dp, lse[None, :], delta[None, :], q_pos, kv_pos, place, score_with, drop, visible, EXACT, PACKED
         )
@@ -255,16 +257,16 @@ def over_keys(
         if len(mask) > 0:
             k = zero_unseen(k, visible[0])
         k_source, v_source = (k_matrix, start, seen[0], seen[1]), (v_matrix, start, seen[0], seen[1])
-        unseen = visible if len(mask) > 0 else ()
         score = tl.dot(q, k.T, input_precision=PRECISION)
-        score = add_pieces(score, q_source, k_source, unseen, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT, PRECISION)
+        score = add_pieces(score, q_source, k_source, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT, PRECISION)
         dp = tl.dot(d_out, v.T, input_precision=PRECISION)
-        dp = add_pieces(dp, d_out_source, v_source, (), DIM_V, BLOCK_DIM_V, MASKED, UNIT, PRECISION)
+        dp = add_pieces(dp, d_out_source, v_source, DIM_V, BLOCK_DIM_V, MASKED, UNIT, PRECISION)
         _, ds, derivative = tile_gradients(
             score, dp, lse, delta, q_pos, kv_pos, place, score_with, drop, visible, EXACT, PACKED
         )
         if len(derivative) > 0:
             ds = ds * derivative[0]
+        unseen = visible if len(mask) > 0 else ()
         k = own_piece(k, k_source, unseen, piece, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq

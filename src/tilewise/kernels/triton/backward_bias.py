@@ -48,9 +48,9 @@ def add_tiles(
         visible = visible_pairs(q_pos, kv_pos, place, left, right, mask)
         k_source, v_source = (k_matrix, start, seen[0], seen[1]), (v_matrix, start, seen[0], seen[1])
         score = tl.dot(q, k.T, input_precision=PRECISION)
-        score = add_pieces(score, q_source, k_source, (), DIM_QK, BLOCK_DIM_QK, True, UNIT, PRECISION)
+        score = add_pieces(score, q_source, k_source, DIM_QK, BLOCK_DIM_QK, True, UNIT, PRECISION)
         dp = tl.dot(d_out, v.T, input_precision=PRECISION)
-        dp = add_pieces(dp, d_out_source, v_source, (), DIM_V, BLOCK_DIM_V, True, UNIT, PRECISION)
+        dp = add_pieces(dp, d_out_source, v_source, DIM_V, BLOCK_DIM_V, True, UNIT, PRECISION)
         _, ds, _ = tile_gradients(
             score, dp, lse[:, None], delta[:, None], q_pos, kv_pos, place, score_with, drop, (visible,), EXACT, PACKED
         )

@@ -50,16 +50,13 @@ def attend(
         kv_pos = (start + tl.arange(0, BLOCK_KV))[None, :]
         k = load_rows(k_matrix, start, seen_start, seen_stop, DIM_QK, BLOCK_KV, BLOCK_DIM_QK, MASKED, UNIT)
         v = load_rows(v_matrix, start, seen_start, seen_stop, DIM_V, BLOCK_KV, BLOCK_DIM_V, MASKED, UNIT, piece)
-        unseen = ()
         if MASKED:
             visible = visible_pairs(q_pos, kv_pos, place, left, right, mask)
             if len(mask) > 0:
-                k, v, unseen = zero_unseen(k, visible), zero_unseen(v, visible), (visible,)
+                k, v = zero_unseen(k, visible), zero_unseen(v, visible)
         score = tl.dot(q, k.T, input_precision=PRECISION)
-        score = add_pieces(
-            score, q_source, (k_matrix, start, seen_start, seen_stop), unseen, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT,
-            PRECISION, NEGATIVE,
-        )  # fmt: skip
+        k_source = (k_matrix, start, seen_start, seen_stop)
+        score = add_pieces(score, q_source, k_source, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT, PRECISION, NEGATIVE)
         score, _ = finish_score(score, q_pos, kv_pos, place, score_with, EXACT, PACKED)
         if MASKED:
             score = tl.where(visible, score, -float("inf"))

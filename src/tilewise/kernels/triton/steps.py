@@ -238,7 +238,7 @@ def load_pairs(pairs, q_pos, kv_pos, len_q, PACKED: tl.constexpr):
 
 @triton.jit
 def add_pieces(
-    product, resting, streaming, visible,
+    product, resting, streaming,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     NEGATIVE: tl.constexpr = False,
 ):  # fmt: skip
@@ -246,7 +246,7 @@ def add_pieces(
 
     Of what rests in a program, too, the other pieces are loaded for each block of streaming rows. The compiler would
     see that they are the same each time, and hold them all through the loop: so a bound seems to change with the block.
-    BOUNDED and visible, (visible,) or (), say which streaming rows must be zero; NEGATIVE negates what rests.
+    BOUNDED speaks of the streaming rows; NEGATIVE negates what rests.
     """
     for piece in tl.static_range(1, (DIM + BLOCK_DIM - 1) // BLOCK_DIM):
         matrix, start, first, stop = resting
@@ -254,8 +254,6 @@ def add_pieces(
         a = load_rows(matrix, start, first, stop, DIM, product.shape[0], BLOCK_DIM, True, UNIT, piece)
         matrix, start, first, stop = streaming
         b = load_rows(matrix, start, first, stop, DIM, product.shape[1], BLOCK_DIM, BOUNDED, UNIT, piece)
-        if len(visible) > 0:
-            b = zero_unseen(b, visible[0])
         product = tl.dot(-a if NEGATIVE else a, b.T, product, input_precision=PRECISION)
     return product
 
@@ -264,7 +262,10 @@ def add_pieces(
 def own_piece(
     tile, source, visible, piece, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
-    """Give the piece of rows that a program's own columns are summed from; tile is the first one."""
+    """Give the piece of rows that a program's own columns are summed from; tile is the first one.
+
+    With (visible,) instead of () it zeroes the rows that no query of the tile sees.
+    """
     if DIM > BLOCK_DIM:
         matrix, start, first, stop = source
         tile = load_rows(matrix, start, first, stop, DIM, tile.shape[0], BLOCK_DIM, BOUNDED, UNIT, piece)
