@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,6 +91,15 @@ def test_without_marimo_the_command_says_what_to_install_and_what_serves_without
     told = capsys.readouterr().err
     assert "pip install 'tilewise[lab]'" in told
     assert "tilewise count" in told
+
+
+def test_a_port_that_is_taken_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "find_spec", lambda _: object())
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ValueError, match=r"is not to be had.*--port 0 takes a free one"):
+            serve.serve(taken.getsockname()[1], browser=False, tell=print)
 
 
 # ---- the page in a browser ----

@@ -404,7 +404,7 @@ for _name, _function, _examples in LAB:
 
 @app.command(epilog=example("tilewise lab --port 8000"))
 def lab(
-    port: Annotated[int, typer.Option(help="Of this machine alone; 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of this machine alone; 0 takes a free one.")] = 0,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
 ) -> None:
     """Open the lab as a page: counter, stepper, masks, joined splits and roofline with controls. Ctrl-C ends it."""

@@ -27,9 +27,6 @@ def serve(port: int, *, browser: bool, tell: Callable[[str], None]) -> None:
             "the lab's page needs marimo: pip install 'tilewise[lab]'. In a terminal, tilewise count, step, break and "
             "measure show the same without it"
         )
-    import marimo
-    import uvicorn
-
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -37,6 +34,9 @@ def serve(port: int, *, browser: bool, tell: Callable[[str], None]) -> None:
     except OSError as error:
         listening.close()
         raise ValueError(f"port {port} is not to be had ({error.strerror}); --port 0 takes a free one") from error
+    import marimo
+    import uvicorn
+
     pages = marimo.create_asgi_app(quiet=True, include_code=False).with_app(path="", root=str(PAGE)).build()
     address = f"http://127.0.0.1:{listening.getsockname()[1]}"
     listening.listen()  # from here on a browser waits for an answer, and is not refused

@@ -44,8 +44,8 @@ STYLE = """
 TABLE_STYLE = """
 .lab table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:14px;margin:.5rem 0}
 .lab caption{text-align:left;font-weight:bold;padding:.3rem 0;caption-side:top}.lab .wide{overflow-x:auto}
-.lab th,.lab td{padding:.15rem .7rem;text-align:right;border-bottom:1px solid #8886;white-space:pre}
-.lab th.left,.lab td.left{text-align:left}.lab tr.gap td{border-bottom:2px solid #888}
+.lab table th,.lab table td{padding:.15rem .6rem;text-align:right;border-bottom:1px solid #8886;white-space:pre}
+.lab table th.left,.lab table td.left{text-align:left}.lab tr.gap td{border-bottom:2px solid #888}
 """
 CACHED = "tiled, reloads cached"
 
