@@ -171,7 +171,7 @@ def _estimate_registers(tiles: Tiles, dim_qk: int, dim_v: int, kind: Kind) -> in
 
 
 def _candidates(kind: Kind) -> Iterator[Tiles]:
-    """List the tiles to try, most wanted first: two stages hide loads, then large tiles, then square ones."""
+    """List the tiles to try, most wanted first: two stages hide loads, then large tiles, square ones, and in pieces."""
     if kind == "decode":  # 16 rows hold the query heads of one key head; two tiles of keys are in flight
         for block_kv, stages in ((64, 3), (32, 3), (32, 2), (16, 3), (16, 2), (16, 1)):
             yield Tiles(16, block_kv, 4, stages)
@@ -182,7 +182,7 @@ def _candidates(kind: Kind) -> Iterator[Tiles]:
         for block_q, block_kv in pairs:
             if min(block_q, block_kv) >= least:
                 yield Tiles(block_q, block_kv, 8 if block_q * block_kv >= 128 * 64 else 4, stages)
-    for max_dim in (256, 128):  # the fewer pieces, the less often scores are computed
+    for max_dim in (256, 128):  # the more pieces, the more often the scores are computed
         for block_q, block_kv in ((32, 32), (32, 16), (16, 16)):
             yield Tiles(block_q, block_kv, max_dim=max_dim)
 

@@ -174,7 +174,7 @@ def key_gradients(
 ):  # fmt: skip
     """Compute dk and dv of one tile of keys, summed over the query heads that share it; either may be None.
 
-    Where head dims come in pieces, one must be: the grid's second axis counts the pieces of the other.
+    Where a head dim comes in pieces, only one may be asked for, whose pieces the grid's second axis counts.
     """
     PACKED: tl.constexpr = cu_q_ptr is not None
     WIDE: tl.constexpr = DIM_V > BLOCK_DIM_V if dk_ptr is None else DIM_QK > BLOCK_DIM_QK
