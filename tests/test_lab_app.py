@@ -251,10 +251,18 @@ def test_the_stepper_steps_plays_and_begins_anew(lab: Lab) -> None:
     lab.sees("text", f"step 0 of {frames(1, 3)}")
     lab.press("End", "slider", "keys in a block")
     lab.sees("text", f"step 0 of {frames(1, 8)}")
+    # Another mask begins anew too, and nothing that is seen at step 0 tells when: steps taken before that are undone.
     lab.press("Space", "switch", "causal", nth=1)
-    click("step")
-    click("step")
-    lab.sees("text", "step 2 of 2")
+    for _ in range(3):
+        click("from the start")
+        lab.sees("text", "step 0 of 2")
+        click("step")
+        lab.page.wait_for_timeout(1000)
+        click("step")
+        lab.page.wait_for_timeout(1000)
+        last = lab.page.get_by_role("img", name="step 2 of 2")
+        if last.count() and "-inf" in last.inner_html():
+            break
     lab.sees("img", "step 2 of 2")
     assert "-inf" in lab.page.get_by_role("img", name="step 2 of 2").inner_html()
 
