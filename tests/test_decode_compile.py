@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from tilewise import autograd
 from tilewise.backends import compile as compiling
 from tilewise.backends import triton_decode
+from tilewise.backends.extents import LaunchOptions
 from tilewise.backends.launch import POINTERS, SCALARS
 from tilewise.bench.decoding import Case
 from tilewise.kernels.share import Jitted
@@ -36,7 +37,7 @@ class Launch(NamedTuple):
     kernel: Jitted
     programs: int
     named: triton_decode.Arguments
-    options: triton_decode._LaunchOptions
+    options: LaunchOptions
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ def launches(case: Case, dtype: str, capability: Capability, monkeypatch: pytest
     caught: dict[str, Launch] = {}
 
     def catch(kernel: Jitted, programs: int, named: triton_decode.Arguments, options: object, _: object) -> object:
-        found = Launch(kernel, programs, named, cast("triton_decode._LaunchOptions", options))
+        found = Launch(kernel, programs, named, cast("LaunchOptions", options))
         caught[compiling.compiled_kernel(kernel).__name__] = found
         return lambda _: None
 

@@ -18,6 +18,7 @@ from tilewise.testing import CASES, Call, Case, Results, check, run
 pytest.importorskip("triton")
 
 from tilewise.backends import triton_portable
+from tilewise.backends.extents import unit_of
 from tilewise.machine.tiles import Tiles
 
 pytestmark = [
@@ -267,12 +268,12 @@ def test_scores_as_small_as_the_softcap_allows_keep_their_digits() -> None:
 
 def test_only_tensors_that_load_16_bytes_at_once_take_the_aligned_kernel() -> None:
     x = torch.zeros(2, 2, 8, 16, dtype=torch.float16)
-    assert triton_portable._unit(x, x) == 8
-    assert triton_portable._unit(x.float()) == 4
-    assert triton_portable._unit(x, x[..., 1:9]) == 1  # the pointer
-    assert triton_portable._unit(x, x[..., :7].contiguous()) == 1  # the row
-    assert triton_portable._unit(x.transpose(2, 3)) == 1  # the last axis
-    assert triton_portable._unit(x.transpose(1, 2), x[:, :1].expand(2, 2, 8, 16)) == 8
+    assert unit_of(x, x) == 8
+    assert unit_of(x.float()) == 4
+    assert unit_of(x, x[..., 1:9]) == 1  # the pointer
+    assert unit_of(x, x[..., :7].contiguous()) == 1  # the row
+    assert unit_of(x.transpose(2, 3)) == 1  # the last axis
+    assert unit_of(x.transpose(1, 2), x[:, :1].expand(2, 2, 8, 16)) == 8
 
 
 @pytest.mark.parametrize("layout", ["stride 0", "bshd", "sliced"])

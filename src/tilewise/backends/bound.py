@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from tilewise.backends.compile import Binary
-from tilewise.backends.driver import INVALID_CONTEXT, Driver
-from tilewise.backends.tensor_map import MAP_BYTES, TensorMap, encoded
+from tilewise.backends.compile import Binary, rank_of
+from tilewise.backends.driver import INVALID_CONTEXT, MAP_BYTES, Driver
+from tilewise.backends.tensor_map import TensorMap, encoded
 
 Value = int | float | None  # a pointer's address, or a number
 
@@ -86,15 +86,6 @@ class Block:
         word = self.first_map + MAP_BYTES // 8 * number
         ctypes.memmove(ctypes.addressof(self.maps) + 8 * word, image, MAP_BYTES)
         return word
-
-
-def rank_of(kind: str) -> int:
-    """Count the axes of a tensor map's type.
-
-    >>> rank_of("tensordesc<bf16[1, 1, 64, 128],NVMMASharedLayout(swizzle_byte_width=128)>")
-    4
-    """
-    return kind.partition("[")[2].partition("]")[0].count(",") + 1
 
 
 class Bound:

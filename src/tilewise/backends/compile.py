@@ -239,9 +239,17 @@ def binary_of(kernel: Kernel, kinds: Mapping[str, str], compiled: Compiled) -> B
 def _sizes(kind: str) -> list[int]:
     """Give the sizes in bytes of the parameters that one argument becomes."""
     if kind.startswith("tensordesc"):  # the map, then its sizes and strides
-        rank = kind.partition("[")[2].partition("]")[0].count(",") + 1
-        return [128, *[4] * rank, *[8] * rank]
+        return [128, *[4] * rank_of(kind), *[8] * rank_of(kind)]
     return [8 if kind[0] == "*" else SIZES[kind]]
+
+
+def rank_of(kind: str) -> int:
+    """Count the axes of a tensor map's type.
+
+    >>> rank_of("tensordesc<bf16[1, 1, 64, 128],NVMMASharedLayout(swizzle_byte_width=128)>")
+    4
+    """
+    return kind.partition("[")[2].partition("]")[0].count(",") + 1
 
 
 def ptx_parameters(ptx: str) -> list[int]:

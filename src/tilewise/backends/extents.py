@@ -1,11 +1,14 @@
-"""How kernels count a problem: its tiles, its batch entries, the sides of its band, the memory of its results."""
+"""How kernels count a problem: its tiles, entries, band, strides and results, and how its tiles are launched."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
+    import torch
+
+    from tilewise.machine.tiles import Tiles
     from tilewise.problem.problem import Problem
 
 
@@ -33,3 +36,25 @@ def tile_count(problem: Problem, total: int, block: int) -> int:
 def entries(problem: Problem) -> int:
     """Count the entries along the batch axis as the kernels see it: packed sequences are one."""
     return 1 if problem.kind == "varlen" else problem.batch
+
+
+def unit_of(*matrices: torch.Tensor) -> int:
+    """Give the elements in 16 bytes where all of these can be loaded 16 bytes at a time, else 1."""
+    unit = 16 // matrices[0].element_size()
+    for x in matrices:
+        if x.data_ptr() % 16 or x.stride(-1) != 1 or any(stride % unit for stride in x.stride()[:-1]):
+            return 1
+    return unit
+
+
+class LaunchOptions(TypedDict):
+    """What a launch takes of tiles."""
+
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None
+
+
+def launch_options(sizes: Tiles) -> LaunchOptions:
+    """Give the options that `tilewise.backends.launch` takes."""
+    return {"num_warps": sizes.num_warps, "num_stages": sizes.num_stages, "maxnreg": sizes.max_registers}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.backends.extents import clip, entries, tile_count
+from tilewise.backends.extents import clip, entries, tile_count, unit_of
 from tilewise.backends.launch import Argument, Mapped, TensorMap, prepare_named
 from tilewise.kernels.share import Jitted
 from tilewise.problem.problem import Grads, Needs, Problem, Tensors
@@ -255,7 +255,7 @@ class _Plan:
         from tilewise.kernels.gluon.backward_rows import prepare_rows
 
         given, score, rows = self.given, self.problem.score, 64
-        unit = _unit(given.out, given.d_out)
+        unit = unit_of(given.out, given.d_out)
         arguments: Arguments = {
             "saved_ptr": given.saved,
             "dq_acc_ptr": given.dq_acc,
@@ -319,7 +319,7 @@ class _Plan:
         from tilewise.kernels.gluon.backward_rows import finish_queries
 
         given, block = self.given, self.how.block_q
-        unit = 1 if given.dq is None else _unit(given.dq)
+        unit = 1 if given.dq is None else unit_of(given.dq)
         arguments: Arguments = {
             "dq_acc_ptr": given.dq_acc,
             **self.matrix("dq", given.dq, unit),
@@ -420,15 +420,6 @@ def _padded_rows(problem: Problem) -> int:
 
 def _saved_rows(problem: Problem) -> int:
     return _padded_rows(problem) * problem.heads_q * entries(problem)
-
-
-def _unit(*matrices: torch.Tensor) -> int:
-    """Give the elements in 16 bytes where all of these can be loaded 16 bytes at a time, else 1."""
-    unit = 16 // matrices[0].element_size()
-    for x in matrices:
-        if x.data_ptr() % 16 or x.stride(-1) != 1 or any(stride % unit for stride in x.stride()[:-1]):
-            return 1
-    return unit
 
 
 @lru_cache(maxsize=4096)

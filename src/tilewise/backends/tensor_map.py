@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.backends.driver import MAP_BYTES, Driver
-
-__all__ = ["MAP_BYTES", "Mapped", "TensorMap", "encoded", "kind_of"]
+from tilewise.backends.driver import Driver
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tilewise.backends.counters import scratch, zeros
-from tilewise.backends.extents import clip, contiguous
+from tilewise.backends.extents import LaunchOptions, clip, contiguous, launch_options
 from tilewise.machine.detect import detect
 from tilewise.machine.tiles import (
     FIXED_SPLIT,
@@ -219,13 +219,11 @@ class Decode:
         launches = []
         if "k" in problem.specs:
             arguments, programs = _append_arguments(problem)
-            options = _LaunchOptions(num_warps=4, num_stages=1, maxnreg=None)
+            options = LaunchOptions(num_warps=4, num_stages=1, maxnreg=None)
             launches.append(_settled(append_tokens, programs, arguments, options, tensors, _APPEND_READS))
         arguments = _decode_arguments(problem, sizes, how, aligned=key[0]) | {"PRECISION": key[1]}
         reads = _DECODE_READS if self._turned is None else _DECODE_READS | {"q_ptr": "turned"}
-        launches.append(
-            _settled(attention_decode, count * how.count, arguments, _launch_options(sizes), tensors, reads)
-        )
+        launches.append(_settled(attention_decode, count * how.count, arguments, launch_options(sizes), tensors, reads))
         return self._plans.setdefault(key, Plan(launches, partial, count if joined else 0))
 
 
@@ -417,21 +415,11 @@ def _power_of_two(n: int) -> int:
 _Launch = Callable[[Iterable[torch.Tensor]], None]
 
 
-class _LaunchOptions(TypedDict):
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None
-
-
-def _launch_options(sizes: Tiles) -> _LaunchOptions:
-    return {"num_warps": sizes.num_warps, "num_stages": sizes.num_stages, "maxnreg": sizes.max_registers}
-
-
 def _settled(
     kernel: Jitted,
     programs: int,
     arguments: Arguments,
-    options: _LaunchOptions,
+    options: LaunchOptions,
     tensors: dict[str, torch.Tensor | None],
     reads: dict[str, str],
 ) -> tuple[_Launch, Callable[[Sequence[object]], tuple[torch.Tensor, ...]]]:
@@ -443,7 +431,7 @@ def _settled(
 
 
 def _prepare(
-    kernel: Jitted, programs: int, named: Arguments, options: _LaunchOptions, pointers: Sequence[str]
+    kernel: Jitted, programs: int, named: Arguments, options: LaunchOptions, pointers: Sequence[str]
 ) -> _Launch:
     from tilewise.backends.launch import launch_named, prepare_named
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tilewise.backends import triton_decode
-from tilewise.backends.extents import clip, contiguous, entries, is_bshd, tile_count
+from tilewise.backends.extents import clip, contiguous, entries, is_bshd, launch_options, tile_count, unit_of
 from tilewise.backends.triton_decode import decode
 from tilewise.machine.detect import detect
 from tilewise.machine.tiles import Kind, Tiles, default_tiles, padded_dim
@@ -188,7 +188,7 @@ class Forward:
         tensors = Tensors(*given)  # type: ignore[arg-type]  # q, k and v are there
         matrices = {x: getattr(tensors, x).as_strided(*problem.specs[x][:2]) for x in ("q", "k", "v")}
         matrices["out"] = out.transpose(1, 2) if is_bshd(problem) else out
-        unit = _unit(*matrices.values())
+        unit = unit_of(*matrices.values())
         count = tile_count(problem, problem.total_q, sizes.block_q)
         grid = count * problem.heads_q * entries(problem), sizes.pieces(problem.dim_v)
         arguments = {
@@ -235,7 +235,7 @@ def backward(
     )
     saved = lse.new_empty(2 * lse.numel() + max(by_keys.block_q, by_queries.block_q))  # kernels.load_saved says why
     given = [x for x in (q, k, v, out, d_out, dq, dk, dv) if x is not None]
-    unit = _unit(*given)
+    unit = unit_of(*given)
     arguments = {
         **_matrices(problem, unit, q=q, k=k, v=v, out=out, d_out=d_out, dq=dq, dk=dk, dv=dv),
         **_features(problem, tensors),
@@ -357,15 +357,6 @@ def _strides(x: torch.Tensor, problem: Problem) -> tuple[int, int, int, int]:
     return batch, head, row, dim
 
 
-def _unit(*matrices: torch.Tensor) -> int:
-    """Give the elements in 16 bytes where all of these can be loaded 16 bytes at a time, else 1."""
-    unit = 16 // matrices[0].element_size()
-    for x in matrices:
-        if x.data_ptr() % 16 or x.stride(-1) != 1 or any(stride % unit for stride in x.stride()[:-1]):
-            return 1
-    return unit
-
-
 def _row_strides(problem: Problem, **rows: torch.Tensor | None) -> Arguments:
     """Give the strides of lse and its like: (batch, heads, len), varlen (heads, total); 0 where there is none."""
     arguments: Arguments = {}
@@ -457,24 +448,14 @@ def _prepare(
     """Settle a launch but for the addresses of its tensors, given by name; None where launches go to Triton."""
     from tilewise.backends.launch import prepare_named
 
-    return prepare_named(kernel, grid, arguments, pointers, **_launch_options(sizes))
+    return prepare_named(kernel, grid, arguments, pointers, **launch_options(sizes))
 
 
 def _launch(kernel: Jitted, grid: tuple[int, int], arguments: Arguments, sizes: Tiles) -> None:
     """Launch a kernel with those of the arguments that it takes."""
     from tilewise.backends.launch import launch_named
 
-    launch_named(kernel, grid, arguments, **_launch_options(sizes))
-
-
-class _LaunchOptions(TypedDict):
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None
-
-
-def _launch_options(sizes: Tiles) -> _LaunchOptions:
-    return {"num_warps": sizes.num_warps, "num_stages": sizes.num_stages, "maxnreg": sizes.max_registers}
+    launch_named(kernel, grid, arguments, **launch_options(sizes))
 
 
 @cache
