@@ -6,7 +6,7 @@ The file must be of the release of torch that is installed. Beside the outcomes 
 served, since a test that never comes here says nothing. ``--baseline`` runs the same sample on PyTorch's own kernel:
 what fails there too is not tilewise's.
 """
-# ruff: noqa: INP001, T201 - a script, and a script prints
+# ruff: noqa: INP001 - a script
 
 from __future__ import annotations
 
@@ -58,15 +58,7 @@ def main() -> int:
     if not options.baseline:
         counted(calls)
         sdpa.activate()
-    code = run(
-        options,
-        group,
-        "cuda" if torch.cuda.is_available() else "cpu",
-        baseline=options.baseline,
-        served=calls,  # filled while the tests run
-    )
-    print(f"calls served by tilewise: {calls}")
-    return code
+    return run(options, group, "cuda" if torch.cuda.is_available() else "cpu", served=calls)
 
 
 if __name__ == "__main__":
