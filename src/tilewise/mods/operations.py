@@ -1,0 +1,402 @@
+"""How each operation that torch traced is written for Triton.
+
+Scores are float32, whatever float type the user's own conversions name; positions and integers loaded from tensors are
+int32 or int64. Integer division floors, as Python's does: where a sign is not known, lines are spent on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+
+class Refusal(Exception):  # noqa: N818 - not an error by itself: the caller makes it one, or tries another way
+    """Why a function cannot be translated, to be read after "the function"."""
+
+
+class Value(NamedTuple):
+    """A piece of source text and what is known of it."""
+
+    text: str
+    dtype: torch.dtype
+    depends: frozenset[str]  # on "q", on "kv": the axes of its tile
+    natural: bool  # an integer that is never negative
+    number: int | float | None  # if it is a literal
+
+
+Of = Callable[[object], Value]
+Write = Callable[[Of, fx.Node], Value]
+
+
+def literal(number: bool | int | float) -> Value:
+    """Write a number."""
+    if isinstance(number, bool):
+        return Value(str(number), torch.bool, frozenset(), True, number)
+    if isinstance(number, int):
+        dtype = torch.int32 if -(2**31) <= number < 2**31 else torch.int64
+        return Value(str(number) if number >= 0 else f"({number})", dtype, frozenset(), number >= 0, number)
+    text = repr(number) if math.isfinite(number) else f'float("{number}")'
+    return Value(f"({text})" if text.startswith("-") else text, torch.float32, frozenset(), False, number)
+
+
+def cast(value: Value, dtype: torch.dtype) -> Value:
+    """Convert a value, if it needs that. All float types are float32 here."""
+    if dtype.is_floating_point:
+        if value.dtype.is_floating_point:
+            return value
+        if value.number is not None:
+            return literal(float(value.number))
+        return value._replace(text=f"tl.cast({value.text}, tl.float32)", dtype=torch.float32, natural=False)
+    if dtype is torch.bool:
+        return value if value.dtype is torch.bool else value._replace(text=f"({value.text} != 0)", dtype=torch.bool)
+    dtype = torch.int64 if dtype is torch.int64 else torch.int32
+    if value.dtype is dtype:
+        return value
+    if value.number is not None:
+        return literal(int(value.number))._replace(dtype=dtype)
+    if value.dtype is torch.int32:  # widens by itself
+        return value._replace(dtype=dtype)
+    return value._replace(text=f"tl.cast({value.text}, tl.{str(dtype)[6:]})", dtype=dtype)
+
+
+def result_type(node: fx.Node) -> torch.dtype:
+    """Give the type of what an operation makes."""
+    dtype: torch.dtype = node.meta["val"].dtype
+    if dtype.is_complex:
+        raise Refusal("computes with complex numbers")
+    return dtype
+
+
+def common_type(values: tuple[Value, ...]) -> torch.dtype:
+    """Give the type in which values are compared."""
+    if any(value.dtype.is_floating_point for value in values):
+        return torch.float32
+    if all(value.dtype is torch.bool for value in values):
+        return torch.bool
+    return torch.int64 if any(value.dtype is torch.int64 for value in values) else torch.int32
+
+
+def joined(values: tuple[Value, ...]) -> frozenset[str]:
+    return frozenset().union(*(value.depends for value in values))
+
+
+def made(text: str, node: fx.Node, *values: Value, natural: bool = False) -> Value:
+    """Give the value of an operation's text."""
+    dtype = result_type(node)
+    return Value(text, torch.float32 if dtype.is_floating_point else dtype, joined(values), natural, None)
+
+
+def inputs(of: Of, node: fx.Node, count: int, dtype: torch.dtype | None = None) -> tuple[Value, ...]:
+    """Give an operation's first inputs, in the type that it computes in."""
+    found = tuple(of(argument) for argument in node.args[:count])
+    return tuple(cast(value, dtype or result_type(node)) for value in found)
+
+
+# ---- makers of rules: each returns how one kind of operation is written ----
+
+
+def in_result_type(template: str, natural: Callable[..., bool] = lambda *values: False) -> Write:
+    """An operation on values of the type that it gives. ``{0}`` and ``{1}`` in the template are the values."""
+    count = 2 if "{1}" in template else 1
+
+    def write(of: Of, node: fx.Node) -> Value:
+        values = inputs(of, node, count)
+        return made(template.format(*(value.text for value in values)), node, *values, natural=natural(*values))
+
+    return write
+
+
+def in_float(template: str) -> Write:
+    """A function of real numbers."""
+    count = 2 if "{1}" in template else 1
+
+    def write(of: Of, node: fx.Node) -> Value:
+        values = inputs(of, node, count, torch.float32)
+        return made(template.format(*(value.text for value in values)), node, *values)
+
+    return write
+
+
+def comparison(sign: str) -> Write:
+    def write(of: Of, node: fx.Node) -> Value:
+        pair = (of(node.args[0]), of(node.args[1]))
+        dtype = common_type(pair)
+        left, right = (cast(value, dtype) for value in pair)
+        return made(f"({left.text} {sign} {right.text})", node, left, right)
+
+    return write
+
+
+def logical(template: str) -> Write:
+    count = 2 if "{1}" in template else 1
+
+    def write(of: Of, node: fx.Node) -> Value:
+        values = inputs(of, node, count, torch.bool)
+        return made(template.format(*(value.text for value in values)), node, *values)
+
+    return write
+
+
+def scaled_sum(sign: str, swap: bool = False) -> Write:
+    """``a + alpha * b`` and its like."""
+
+    def write(of: Of, node: fx.Node) -> Value:
+        left, right = inputs(of, node, 2)
+        alpha = node.kwargs.get("alpha", 1 if len(node.args) < 3 else node.args[2])
+        if alpha != 1:
+            factor = cast(of(alpha), result_type(node))
+            which = left if swap else right
+            scaled = which._replace(text=f"({which.text} * {factor.text})", natural=which.natural and factor.natural)
+            left, right = (scaled, right) if swap else (left, scaled)
+        if swap:
+            left, right = right, left
+        natural = sign == "+" and left.natural and right.natural
+        return made(f"({left.text} {sign} {right.text})", node, left, right, natural=natural)
+
+    return write
+
+
+# ---- rules that need more than a template ----
+
+
+def divide(of: Of, node: fx.Node) -> Value:
+    rounding = node.kwargs.get("rounding_mode")
+    if rounding is None:
+        return in_float("({0} / {1})")(of, node)
+    if rounding == "floor":
+        return floor_divide(of, node)
+    if result_type(node).is_floating_point:
+        left, right = inputs(of, node, 2)
+        quotient = f"({left.text} / {right.text})"
+        return made(f"tl.where({quotient} < 0, tl.ceil({quotient}), tl.floor({quotient}))", node, left, right)
+    return in_result_type("({0} // {1})")(of, node)  # Triton truncates
+
+
+def floor_divide(of: Of, node: fx.Node) -> Value:
+    left, right = inputs(of, node, 2)
+    quotient = f"({left.text} // {right.text})"
+    if result_type(node).is_floating_point:
+        return made(f"tl.floor({left.text} / {right.text})", node, left, right)
+    if left.natural and right.natural:
+        return made(quotient, node, left, right, natural=True)
+    apart = f"(({left.text} % {right.text} != 0) & (({left.text} < 0) != ({right.text} < 0)))"
+    return made(f"({quotient} - tl.cast({apart}, tl.int32))", node, left, right)
+
+
+def remainder(of: Of, node: fx.Node) -> Value:
+    """The remainder with the divisor's sign, as Python has it."""
+    left, right = inputs(of, node, 2)
+    a, b = left.text, right.text
+    if result_type(node).is_floating_point:
+        return made(f"({a} - tl.floor({a} / {b}) * {b})", node, left, right)
+    if left.natural and right.natural:
+        return made(f"({a} % {b})", node, left, right, natural=True)
+    if right.natural:
+        return made(f"(({a} % {b} + {b}) % {b})", node, left, right, natural=True)
+    return made(f"tl.where(({a} % {b} != 0) & (({a} < 0) != ({b} < 0)), {a} % {b} + {b}, {a} % {b})", node, left, right)
+
+
+def power(of: Of, node: fx.Node) -> Value:
+    """Small powers by products; others from the logarithm, with the sign that whole powers of negative numbers have."""
+    number = node.args[1]
+    base = cast(of(node.args[0]), result_type(node))
+    if isinstance(number, (int, float)) and number == int(number) and abs(number) <= 16:
+        product = f"({' * '.join([base.text] * abs(int(number)))})" if number else "1"
+        if number < 0:
+            return in_result_type_only(node, f"(1.0 / {product})", base)
+        return made(product, node, base, natural=base.natural)
+    if not result_type(node).is_floating_point:
+        raise Refusal("raises integers to a power that is not a small number; convert them to float first")
+    if number == 0.5:
+        return made(f"tl.sqrt({base.text})", node, base)
+    exponent = cast(of(number), torch.float32)
+    if base.number is not None and base.number > 0:
+        return made(f"tl.exp2({exponent.text} * {math.log2(base.number)!r})", node, exponent)
+    a, e = base.text, exponent.text
+    size = f"tl.where({e} == 0, 1.0, tl.exp2({e} * tl.log2(tl.abs({a}))))"
+    odd = f"({e} - 2.0 * tl.floor({e} * 0.5) == 1.0)"
+    below = f'tl.where(tl.floor({e}) == {e}, tl.where({odd}, -1.0, 1.0), float("nan"))'
+    return made(f"{size} * tl.where({a} < 0, {below}, 1.0)", node, base, exponent)
+
+
+def in_result_type_only(node: fx.Node, text: str, value: Value) -> Value:
+    if not result_type(node).is_floating_point:
+        raise Refusal("raises integers to a negative power; convert them to float first")
+    return made(text, node, value)
+
+
+def where(of: Of, node: fx.Node) -> Value:
+    condition = cast(of(node.args[0]), torch.bool)
+    first, second = (cast(of(argument), result_type(node)) for argument in node.args[1:3])
+    natural = first.natural and second.natural
+    text = f"tl.where({condition.text}, {first.text}, {second.text})"
+    return made(text, node, condition, first, second, natural=natural)
+
+
+def masked_fill(of: Of, node: fx.Node) -> Value:
+    value, condition, filling = (of(argument) for argument in node.args[:3])
+    condition = cast(condition, torch.bool)
+    value, filling = cast(value, result_type(node)), cast(filling, result_type(node))
+    return made(f"tl.where({condition.text}, {filling.text}, {value.text})", node, value, condition, filling)
+
+
+def clamp(of: Of, node: fx.Node) -> Value:
+    low = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
+    high = node.args[2] if len(node.args) > 2 else node.kwargs.get("max")
+    return bounded(of, node, low, high)
+
+
+def clamp_max(of: Of, node: fx.Node) -> Value:
+    return bounded(of, node, None, node.args[1])
+
+
+def bounded(of: Of, node: fx.Node, low: object, high: object) -> Value:
+    value = cast(of(node.args[0]), result_type(node))
+    if low is not None:
+        bound = cast(of(low), result_type(node))
+        natural = value.natural or bound.natural
+        value = made(f"tl.maximum({value.text}, {bound.text})", node, value, bound, natural=natural)
+    if high is not None:
+        bound = cast(of(high), result_type(node))
+        natural = value.natural and bound.natural
+        value = made(f"tl.minimum({value.text}, {bound.text})", node, value, bound, natural=natural)
+    return value
+
+
+def absolute(of: Of, node: fx.Node) -> Value:
+    (value,) = inputs(of, node, 1)
+    return made(f"tl.abs({value.text})", node, value, natural=not result_type(node).is_floating_point)
+
+
+def bitwise(sign: str) -> Write:
+    def write(of: Of, node: fx.Node) -> Value:
+        left, right = inputs(of, node, 2)
+        natural = left.natural and right.natural or (sign == "&" and (left.natural or right.natural))
+        return made(f"({left.text} {sign} {right.text})", node, left, right, natural=natural)
+
+    return write
+
+
+def same(of: Of, node: fx.Node) -> Value:
+    """An operation that changes nothing, or only the type."""
+    value = of(node.args[0])
+    if value.dtype.is_floating_point and not result_type(node).is_floating_point and result_type(node) is not torch.bool:
+        return made(f"tl.cast({value.text}, tl.{'int64' if result_type(node) is torch.int64 else 'int32'})", node, value)
+    return cast(value, result_type(node))
+
+
+def constant(position: int | None, number: float = 0.0) -> Write:
+    """A tensor of one number: that of an argument, or a fixed one."""
+
+    def write(of: Of, node: fx.Node) -> Value:
+        value = literal(number) if position is None else of(node.args[position])
+        return cast(value, result_type(node))
+
+    return write
+
+
+def both_natural(left: Value, right: Value) -> bool:
+    return left.natural and right.natural
+
+
+def either_natural(left: Value, right: Value) -> bool:
+    return left.natural or right.natural
+
+
+SIGN = "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))"
+SERIES = "{0} * {0} * (-1.0 / 3 + {0} * {0} * (2.0 / 15 + {0} * {0} * (-17.0 / 315 + {0} * {0} * (62.0 / 2835))))"
+# The series keeps what the quotient loses near zero; beside the exponential it costs little.
+TANH = (
+    "tl.where({0} * {0} < 0.0625, {0} + {0} * (" + SERIES + "), "
+    "tl.where({0} < 0, -1.0, 1.0) * (2.0 / (1.0 + tl.exp(-2.0 * tl.abs({0}))) - 1.0))"
+)
+# With u = 1 + x rounded, log(u) / (u - 1) has the error that log(1 + x) / x is short of: they cancel.
+LOG1P = "tl.where(1.0 + {0} == 1.0, {0}, tl.log(1.0 + {0}) * ({0} / ((1.0 + {0}) - 1.0)))"
+
+OPERATIONS: dict[str, Write] = {
+    "add": scaled_sum("+"),
+    "sub": scaled_sum("-"),
+    "rsub": scaled_sum("-", swap=True),
+    "mul": in_result_type("({0} * {1})", both_natural),
+    "div": divide,
+    "true_divide": divide,
+    "floor_divide": floor_divide,
+    "remainder": remainder,
+    "neg": in_result_type("(-{0})"),
+    "abs": absolute,
+    "sign": in_result_type(SIGN),
+    "sgn": in_result_type(SIGN),
+    "pow": power,
+    "square": in_result_type("({0} * {0})"),
+    "reciprocal": in_float("(1.0 / {0})"),
+    "exp": in_float("tl.exp({0})"),
+    "exp2": in_float("tl.exp2({0})"),
+    "log": in_float("tl.log({0})"),
+    "log2": in_float("tl.log2({0})"),
+    "log10": in_float(f"(tl.log2({{0}}) * {math.log10(2.0)!r})"),
+    "log1p": in_float(LOG1P),
+    "sqrt": in_float("tl.sqrt({0})"),
+    "rsqrt": in_float("tl.rsqrt({0})"),
+    "sin": in_float("tl.sin({0})"),
+    "cos": in_float("tl.cos({0})"),
+    "tan": in_float("(tl.sin({0}) / tl.cos({0}))"),
+    "erf": in_float("tl.erf({0})"),
+    "tanh": in_float(TANH),
+    "sigmoid": in_float("(1.0 / (1.0 + tl.exp(-{0})))"),
+    "relu": in_result_type("tl.maximum({0}, 0)"),
+    "floor": in_float("tl.floor({0})"),
+    "ceil": in_float("tl.ceil({0})"),
+    "trunc": in_float("tl.where({0} < 0, tl.ceil({0}), tl.floor({0}))"),
+    "minimum": in_result_type("tl.minimum({0}, {1})", both_natural),
+    "maximum": in_result_type("tl.maximum({0}, {1})", either_natural),
+    "clamp": clamp,
+    "clamp_min": clamp,
+    "clamp_max": clamp_max,
+    "where": where,
+    "masked_fill": masked_fill,
+    "eq": comparison("=="),
+    "ne": comparison("!="),
+    "lt": comparison("<"),
+    "le": comparison("<="),
+    "gt": comparison(">"),
+    "ge": comparison(">="),
+    "logical_and": logical("({0} & {1})"),
+    "logical_or": logical("({0} | {1})"),
+    "logical_xor": logical("({0} ^ {1})"),
+    "logical_not": logical("(~{0})"),
+    "bitwise_and": bitwise("&"),
+    "bitwise_or": bitwise("|"),
+    "bitwise_xor": bitwise("^"),
+    "bitwise_not": in_result_type("(~{0})"),
+    "bitwise_left_shift": in_result_type("({0} << {1})"),
+    "bitwise_right_shift": in_result_type("({0} >> {1})", lambda left, right: left.natural),
+    "__lshift__": in_result_type("({0} << {1})"),
+    "__rshift__": in_result_type("({0} >> {1})", lambda left, right: left.natural),
+    "isnan": lambda of, node: made(f"({of(node.args[0]).text} != {of(node.args[0]).text})", node, of(node.args[0])),
+    "isinf": lambda of, node: made(
+        f'(tl.abs({of(node.args[0]).text}) == float("inf"))', node, of(node.args[0])
+    ),
+    "_to_copy": same,
+    "convert_element_type": same,
+    "clone": same,
+    "detach": same,
+    "alias": same,
+    "lift_fresh_copy": same,
+    "lift_fresh": same,
+    "expand": same,
+    "view": same,
+    "scalar_tensor": constant(0),
+    "full": constant(1),
+    "full_like": constant(1),
+    "new_full": constant(2),
+    "zeros_like": constant(None, 0.0),
+    "ones_like": constant(None, 1.0),
+    "new_zeros": constant(None, 0.0),
+    "new_ones": constant(None, 1.0),
+    "zeros": constant(None, 0.0),
+    "ones": constant(None, 1.0),
+}

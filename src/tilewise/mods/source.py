@@ -1,0 +1,184 @@
+"""From a traced graph of elementwise operations to the source text of a function for Triton.
+
+Each operation of the graph becomes one line. Positions come with an axis of size 1 each, so that what depends on the query
+alone stays a column, what depends on the key alone a row, and only what needs both is computed for each pair.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from tilewise.mods.graph import compute_type
+from tilewise.mods.operations import OPERATIONS, Refusal, Value, cast, literal
+
+WHERE_FROM = {"score": {"q", "kv"}, "q_pos": {"q"}, "kv_pos": {"kv"}}
+
+
+@dataclass
+class Writer:
+    """Writes the lines that the outputs of one graph need, in the order in which they need each other."""
+
+    loads: tuple[int, ...]  # of each load: which tensor
+    dtypes: tuple[torch.dtype, ...]  # of the tensors
+    values: dict[fx.Node, Value]  # what stands for each input of the graph
+    leaves: dict[fx.Node, int]  # the inputs that are loads
+    indices: list[list[object]]  # of each load, as outputs of the graph
+    lift: list[int | float] | None = None  # collects numbers of the graph that become runtime constants
+    lines: list[str] = field(default_factory=list)
+    pointers: dict[int, tuple[str, frozenset[str]]] = field(default_factory=dict)
+
+    def value(self, node: object) -> Value:
+        """Give what stands for a node or a number, after writing what it needs."""
+        if not isinstance(node, fx.Node):
+            return self.number(node)
+        if node not in self.values:
+            self.values[node] = self.load(self.leaves[node]) if node in self.leaves else self.operation(node)
+        return self.values[node]
+
+    def number(self, number: object) -> Value:
+        if not isinstance(number, (bool, int, float)):
+            raise Refusal(f"uses {number!r} as a value")
+        if self.lift is None or isinstance(number, bool):
+            return literal(number)
+        self.lift.append(number)
+        text = f"constants[{len(self.lift) - 1}]"
+        return Value(text, literal(number).dtype, frozenset(), number >= 0, None)
+
+    def assign(self, name: str, value: Value) -> Value:
+        """Write a line that names a value."""
+        self.lines.append(f"{name} = {value.text}")
+        return Value(name, value.dtype, value.depends, value.natural, value.number)
+
+    def operation(self, node: fx.Node) -> Value:
+        if node.op == "get_attr":
+            return self.attribute(node)
+        name = operation_name(node)
+        write = OPERATIONS.get(name)
+        if write is None:
+            raise Refusal(f"uses {name}, which has no translation for the kernels")
+        meaning = node.meta["val"]
+        if meaning.dim() != 0:
+            raise Refusal(
+                f"makes a tensor of shape {tuple(meaning.shape)} with {name}, where every value belongs to one pair of "
+                "query and key"
+            )
+        made = write(self.value, node)
+        if made.number is not None or made.text.isidentifier():
+            return made
+        return self.assign(f"x{len(self.lines)}", made)
+
+    def attribute(self, node: fx.Node) -> Value:
+        """A tensor that the function made of numbers, such as torch.tensor(0.5)."""
+        held = operator.attrgetter(str(node.target))(node.graph.owning_module)
+        held = getattr(held, "constant", None) if hasattr(held, "fake_mode") else held
+        if held is None or held.dim() != 0:
+            raise Refusal("makes a tensor of more than one number")
+        return self.number(held.item())
+
+    def load(self, site: int) -> Value:
+        stored = self.dtypes[self.loads[site]]
+        used = compute_type(stored)
+        pointer, depends = self.pointer(site)
+        text = f"tl.load({pointer})"
+        if used is torch.bool:
+            text = f"{text} != 0"
+        elif used is not stored:
+            text = f"tl.cast({text}, tl.{str(used).removeprefix('torch.')})"
+        return self.assign(f"load_{site}", Value(text, used, depends, False, None))
+
+    def pointer(self, site: int) -> tuple[str, frozenset[str]]:
+        """Point at the element of a tensor that a load reads. Indices count from the end if negative, and are clamped."""
+        if site not in self.pointers:
+            tensor = self.loads[site]
+            offset, depends = self.offset(site, tensor)
+            self.lines.append(f"pointer_{site} = tensors[{tensor}][0]{offset}")
+            self.pointers[site] = (f"pointer_{site}", depends)
+        return self.pointers[site]
+
+    def offset(self, site: int, tensor: int, tuples: str = "tensors") -> tuple[str, frozenset[str]]:
+        rank = len(self.indices[site])
+        terms = []
+        for axis, node in enumerate(self.indices[site]):
+            index = self.value(node)
+            size = f"{tuples}[{tensor}][{1 + rank + axis}]"
+            stride = f"{tuples}[{tensor}][{1 + axis}]"
+            text = index.text
+            if not index.natural:
+                text = f"tl.where({text} < 0, {text} + {size}, {text})"
+            text = f"tl.maximum(tl.minimum({text}, {size} - 1), 0)"
+            terms.append((len(index.depends), f" + tl.cast({text}, tl.int64) * {stride}", index.depends))
+        terms.sort(key=operator.itemgetter(0))  # what is the same for all pairs first: the tile grows as late as it can
+        depends = frozenset().union(*(term[2] for term in terms))
+        return "".join(term[1] for term in terms), depends
+
+
+def operation_name(node: fx.Node) -> str:
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet))
+
+
+def function(name: str, arguments: str, lines: list[str]) -> str:
+    """Put a function together."""
+    return "\n    ".join([f"def {name}({arguments}):", *lines]) + "\n"
+
+
+ARGUMENTS = {
+    "score": "score, batch, head, q_pos, kv_pos, tensors, constants",
+    "mask": "batch, head, q_pos, kv_pos, tensors, constants",
+}
+
+
+def forward_source(kind: str, writer: Writer, result: object) -> str:
+    """Write ``score_mod`` or ``mask_mod``."""
+    value = writer.value(result)
+    if kind == "mask":
+        last = value.text if value.dtype is torch.bool else f"{value.text} != 0"
+    else:
+        last = full_tile(cast(value, torch.float32))
+    return function(f"{kind}_mod", ARGUMENTS[kind], [*writer.lines, f"return {last}"])
+
+
+def full_tile(value: Value) -> str:
+    """A score that does not depend on the pair is still a tile."""
+    return value.text if {"q", "kv"} <= value.depends else f"tl.zeros_like(score) + {value.text}"
+
+
+def gradient_source(writer: Writer, d_score: object, d_loads: list[object]) -> str:
+    """Write ``score_mod_gradient``: hidden pairs give nothing, whatever their derivative would be."""
+    value = cast(writer.value(d_score), torch.float32) if d_score is not None else literal(0.0)
+    for site, d_load in enumerate(d_loads):
+        if d_load is not None:
+            scatter(writer, site, cast(writer.value(d_load), torch.float32))
+    last = f"return tl.where(visible, {value.text}, 0.0)"
+    return function("score_mod_gradient", f"{ARGUMENTS['score']}, d_score, d_tensors, visible", [*writer.lines, last])
+
+
+def scatter(writer: Writer, site: int, value: Value) -> None:
+    """Add the gradient of a load to its tensor's buffer, where there is one.
+
+    Pairs that read the same element are summed first, as far as the tile's shape tells: all of them, a row or a column.
+    """
+    tensor = writer.loads[site]
+    before = len(writer.lines)
+    offset, depends = writer.offset(site, tensor, "d_tensors")
+    inner = writer.lines[before:]
+    assert not inner, "the forward part has written the indices"  # noqa: S101 - nothing that a user could cause
+    lines = [f"d_load = tl.where(visible, {value.text}, 0.0)"]
+    if not depends:
+        lines.append("d_load = tl.sum(d_load)")
+        lines.append(f"tl.atomic_add(d_tensors[{tensor}][0]{offset}, d_load, sem=\"relaxed\")")
+    elif depends == {"q", "kv"}:
+        lines.append(f"tl.atomic_add(d_tensors[{tensor}][0]{offset}, d_load, mask=visible, sem=\"relaxed\")")
+    else:
+        lines.append(f"d_pointer = d_tensors[{tensor}][0]{offset}")
+        lines.append("if d_pointer.shape[0] == 1:")
+        lines.append("    d_load = tl.sum(d_load, 0, keep_dims=True)")
+        lines.append("else:")
+        lines.append("    d_load = tl.sum(d_load, 1, keep_dims=True)")
+        lines.append("tl.atomic_add(d_pointer, d_load, sem=\"relaxed\")")
+    writer.lines.append(f"if len(d_tensors[{tensor}]) > 0:")
+    writer.lines += ["    " + line for line in lines]
