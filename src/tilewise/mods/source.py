@@ -6,8 +6,12 @@ alone stays a column, what depends on the key alone a row, and only what needs b
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import linecache
 import operator
 from dataclasses import dataclass, field
+from types import FunctionType
 
 import torch
 from torch import fx
@@ -182,3 +186,19 @@ def scatter(writer: Writer, site: int, value: Value) -> None:
         lines.append("tl.atomic_add(d_pointer, d_load, sem=\"relaxed\")")
     writer.lines.append(f"if len(d_tensors[{tensor}]) > 0:")
     writer.lines += ["    " + line for line in lines]
+
+
+@functools.lru_cache(maxsize=512)
+def function_from(source: str) -> FunctionType:
+    """Make a source a Python function, for ``kernels/share.py`` to compile; equal sources are one function.
+
+    Triton asks `inspect` for a function's source, and that asks `linecache`: so the text is left there, too.
+    """
+    file = f"<tilewise.mods {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    space: dict[str, object] = {"__name__": "tilewise.mods.generated"}
+    exec(compile(source, file, "exec"), space)  # noqa: S102 - the text is `function`'s, made of names and numbers
+    made = space[source.removeprefix("def ").partition("(")[0]]
+    if not isinstance(made, FunctionType):
+        raise TypeError(f"the source is a function's; got {source!r}")
+    return made
