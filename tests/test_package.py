@@ -28,6 +28,7 @@ ROWS = (
     ("adapters", "distributed", "bench"),
     ("testing",),
     ("api",),
+    ("fp8",),
     ("autograd", "autograd_softmax"),
     ("recall",),
     ("arguments",),
