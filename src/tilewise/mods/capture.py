@@ -92,7 +92,9 @@ class Walk:
         held = dict(vars(value))
         for table in ("_parameters", "_buffers", "_modules"):
             held.update(held.get(table) or {})
-        return type(value), *((name, self._of(held[name], tuple(reached), False, depth - 1)) for name in reached if name in held)
+        return type(value), *(
+            (name, self._of(held[name], tuple(reached), False, depth - 1)) for name in reached if name in held
+        )
 
 
 def kind_of_number(number: int | float) -> Hashable:

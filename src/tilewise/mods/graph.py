@@ -65,7 +65,9 @@ class Row:
 
     def _complaint(self) -> str:
         shape = tuple(self._tensor.shape)
-        return f"uses {len(self._indices)} of the {len(shape)} indices of a tensor of shape {shape}; index all of its axes"
+        return (
+            f"uses {len(self._indices)} of the {len(shape)} indices of a tensor of shape {shape}; index all of its axes"
+        )
 
 
 class Loads(TorchFunctionMode):
@@ -89,8 +91,10 @@ class Loads(TorchFunctionMode):
                 raise Refusal("indexes a value that belongs to one pair; only captured tensors have axes")
             return self.element(args[0], _tuple(args[1]))  # type: ignore[arg-type]
         name = getattr(function, "__name__", "")
-        if name == "__get__" or name in METADATA:  # .shape, .dtype, .device
-            self.reads_shapes = True
+        if name == "__get__":  # .shape, .dtype, .device
+            name = getattr(getattr(function, "__self__", None), "__name__", "shape")
+        if name in METADATA:
+            self.reads_shapes |= METADATA[name] and is_captured(args[0])
             return function(*args, **kwargs)
         if name in VALUES and is_captured(args[0]):
             raise Refusal(f"reads the values of a tensor on the host, with {name}; index the tensor instead")
@@ -138,10 +142,15 @@ class Loads(TorchFunctionMode):
         return index
 
 
-METADATA = {"size", "dim", "numel", "is_floating_point", "__len__", "stride", "nelement", "ndimension", "element_size"}
+# What may be asked of a whole tensor, and whether the answer depends on its shape.
+METADATA = {
+    **dict.fromkeys(("shape", "size", "numel", "nelement", "__len__"), True),
+    **dict.fromkeys(("dtype", "device", "ndim", "dim", "ndimension", "is_floating_point", "element_size"), False),
+}
 VALUES = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "__array__"}
 OUT_OF_PLACE = {
-    f"__i{name}__": f"__{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+    f"__i{name}__": f"__{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 } | {f"{name}_": name for name in ("add", "sub", "mul", "div", "neg", "abs", "clamp", "exp", "tanh", "masked_fill")}
 
 

@@ -284,8 +284,14 @@ def bitwise(sign: str) -> Write:
 def same(of: Of, node: fx.Node) -> Value:
     """An operation that changes nothing, or only the type."""
     value = of(node.args[0])
-    if value.dtype.is_floating_point and not result_type(node).is_floating_point and result_type(node) is not torch.bool:
-        return made(f"tl.cast({value.text}, tl.{'int64' if result_type(node) is torch.int64 else 'int32'})", node, value)
+    if (
+        value.dtype.is_floating_point
+        and not result_type(node).is_floating_point
+        and result_type(node) is not torch.bool
+    ):
+        return made(
+            f"tl.cast({value.text}, tl.{'int64' if result_type(node) is torch.int64 else 'int32'})", node, value
+        )
     return cast(value, result_type(node))
 
 
@@ -377,9 +383,7 @@ OPERATIONS: dict[str, Write] = {
     "__lshift__": in_result_type("({0} << {1})"),
     "__rshift__": in_result_type("({0} >> {1})", lambda left, right: left.natural),
     "isnan": lambda of, node: made(f"({of(node.args[0]).text} != {of(node.args[0]).text})", node, of(node.args[0])),
-    "isinf": lambda of, node: made(
-        f'(tl.abs({of(node.args[0]).text}) == float("inf"))', node, of(node.args[0])
-    ),
+    "isinf": lambda of, node: made(f'(tl.abs({of(node.args[0]).text}) == float("inf"))', node, of(node.args[0])),
     "_to_copy": same,
     "convert_element_type": same,
     "clone": same,

@@ -174,16 +174,16 @@ def scatter(writer: Writer, site: int, value: Value) -> None:
     lines = [f"d_load = tl.where(visible, {value.text}, 0.0)"]
     if not depends:
         lines.append("d_load = tl.sum(d_load)")
-        lines.append(f"tl.atomic_add(d_tensors[{tensor}][0]{offset}, d_load, sem=\"relaxed\")")
+        lines.append(f'tl.atomic_add(d_tensors[{tensor}][0]{offset}, d_load, sem="relaxed")')
     elif depends == {"q", "kv"}:
-        lines.append(f"tl.atomic_add(d_tensors[{tensor}][0]{offset}, d_load, mask=visible, sem=\"relaxed\")")
+        lines.append(f'tl.atomic_add(d_tensors[{tensor}][0]{offset}, d_load, mask=visible, sem="relaxed")')
     else:
         lines.append(f"d_pointer = d_tensors[{tensor}][0]{offset}")
         lines.append("if d_pointer.shape[0] == 1:")
         lines.append("    d_load = tl.sum(d_load, 0, keep_dims=True)")
         lines.append("else:")
         lines.append("    d_load = tl.sum(d_load, 1, keep_dims=True)")
-        lines.append("tl.atomic_add(d_pointer, d_load, sem=\"relaxed\")")
+        lines.append('tl.atomic_add(d_pointer, d_load, sem="relaxed")')
     writer.lines.append(f"if len(d_tensors[{tensor}]) > 0:")
     writer.lines += ["    " + line for line in lines]
 

@@ -104,7 +104,9 @@ def _traced(kind: str, function: Function, given: tuple[torch.Tensor, ...]) -> t
     )  # fmt: skip
     entry = _kept.get(key)
     while isinstance(entry, str):
-        more: object = tuple(map(repr, walk.numbers)) if entry == "numbers" else tuple(tensor.shape for tensor in tensors)
+        more: object = (
+            tuple(map(repr, walk.numbers)) if entry == "numbers" else tuple(tensor.shape for tensor in tensors)
+        )
         key = (key, entry, more)
         entry = _kept.get(key)
     if entry is not None:
@@ -217,7 +219,9 @@ def _writer(kind: str, recorded: Recorded, numbers: tuple[int | float, ...], lif
         values[next(inputs)] = Value(name, dtype, frozenset(WHERE_FROM.get(name, ())), name != "score", None)
     for place, number in enumerate(numbers):
         text = f"constants[{place}]"
-        values[next(inputs)] = Value(text, number_type(number), frozenset(), isinstance(number, int) and number >= 0, None)
+        values[next(inputs)] = Value(
+            text, number_type(number), frozenset(), isinstance(number, int) and number >= 0, None
+        )
     leaves = {next(inputs): site for site in range(len(recorded.loads))}
     for node in inputs:  # there is one more in a gradient
         values[node] = Value("d_score", torch.float32, frozenset({"q", "kv"}), False, None)
