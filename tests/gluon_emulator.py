@@ -192,10 +192,33 @@ def rescale_if_moved(acc: Tensor, rescale: Tensor) -> Tensor:
     return Tensor(acc.data * rescale.data[:, None], acc.dtype, acc.layout)
 
 
+def pack_e4m3(*parts: Tensor) -> Tensor:
+    rounded_parts = [torch.from_numpy(x.data).clamp(-448, 448).to(torch.float8_e4m3fn) for x in parts]
+    four = torch.stack(rounded_parts, -1).view(torch.int32)[..., 0]
+    return Tensor(four.numpy(), gl.int32, parts[0].layout)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    fours = x.data.reshape(*x.shape[:-1], -1, 4)
+    if (fours != fours[..., :1]).any():
+        raise Misuse("bytes_of sees four neighbours that are not one int32")
+    whole = torch.from_numpy(fours[..., :1].copy()).view(torch.float8_e4m3fn).float()
+    return Tensor(whole.numpy().reshape(x.shape), gl.float8e4nv, x.layout)
+
+
+def log2_of_power(x: Tensor) -> Tensor:
+    mantissa, exponent = np.frexp(x.data)
+    if np.any(mantissa != 0.5):
+        raise Misuse(f"log2_of_power of {x.data}, which is no power of two")
+    return Tensor((exponent - 1).astype(np.float32), gl.float32, x.layout)
+
+
 TRICKS: dict[str, Callable[..., Any]] = {
     "arrive": arrive, "wait": wait, "wait_if": wait_if, "named_sync": named_sync, "named_arrive": named_arrive,
     "put": put, "get": get, "count": count, "rescale_if_moved": rescale_if_moved,
     "lane_id": lambda: tensor(0), "first_lane": lambda x: x, "pack": lambda x, dtype: x.to(dtype),
+    "pack_e4m3": pack_e4m3, "bytes_of": bytes_of, "log2_of_power": log2_of_power,
+    "inverse_of_power": lambda x: 1.0 / x,
 }  # fmt: skip
 FUNCTIONS.update(
     program_id=program_id, num_programs=num_programs, allocate_shared_memory=allocate, atomic_add=atomic_add,

@@ -170,11 +170,17 @@ class Product:
 def warpgroup_mma(
     a: Tensor | Shared, b: Shared, acc: Tensor | Product, *, use_acc: Any = True, is_async: bool = False, **_: object
 ) -> Any:
-    """Begin a product. Operands of 16 bits, of one dtype, the right one from shared memory, sum in float32."""
+    """Begin a product. Operands of 16 or 8 bits, of one dtype, the right one from shared memory, sum in float32.
+
+    Those of 8 bits are read along the summed axis alone: it has to be the dense one.
+    """
     if (a.shape[0], a.shape[1], b.shape[1]) != (acc.shape[0], b.shape[0], acc.shape[1]):
         raise Misuse(f"a product of {a.shape} and {b.shape} into {acc.shape}")
-    if a.dtype != b.dtype or a.dtype.primitive_bitwidth != 16 or acc.dtype != gl.float32:
+    bits = a.dtype.primitive_bitwidth
+    if a.dtype != b.dtype or bits not in (8, 16) or acc.dtype != gl.float32:
         raise Misuse(f"a product of {a.dtype} and {b.dtype} into {acc.dtype}")
+    if bits == 8 and any(x.data.strides[axis] != x.data.itemsize for x, axis in ((a, 1), (b, 0))):
+        raise Misuse("a product of 8-bit operands, one of which does not lie dense along the summed axis")
     if here().warps % 4 or a.shape[0] % 64:
         raise Misuse(f"a product of {a.shape[0]} rows by {here().warps} warps: four warps multiply 64 rows")
     for operand in (a, b):
@@ -191,14 +197,18 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] = ()) -> An
     """Wait until so few products are under way, and give ``deps`` as tensors.
 
     What a product reads from registers has to be among the deps of the wait that ends it: the compiler would give those
-    registers to something else.
+    registers to something else. Not so 8-bit numbers, which the compiler does not take there: `sync.bytes_of` makes
+    each product its own copy.
     """
     switch()
+    if any(isinstance(each, Tensor) and each.dtype.primitive_bitwidth == 8 for each in deps):
+        raise Misuse("warpgroup_mma_wait takes no 8-bit numbers among its deps")
     while len(here().products) > int(num_outstanding):
         done = here().products.popleft()
         done.compute()
         done.waited_for = True
-        if isinstance(done.a, Tensor) and not any(each is done.a for each in deps):
+        in_registers = isinstance(done.a, Tensor) and done.a.dtype.primitive_bitwidth != 8
+        if in_registers and not any(each is done.a for each in deps):
             raise Misuse("a product's left operand, in registers, is not among the deps of the wait that ends it")
     results = []
     for each in deps:

@@ -1,7 +1,7 @@
 """What a kernel in Gluon computes with, on NumPy: tensors with a dtype, pointers, and the functions on them.
 
-float16 and bfloat16 are kept as float32 that has been rounded. Integers keep to their width: what does not fit raises
-instead of wrapping, and ``//`` and ``%`` truncate as on the GPU. Layouts are carried, never interpreted.
+float16, bfloat16 and float8 (e4m3) are kept as float32 that has been rounded. Integers keep to their width: what does
+not fit raises instead of wrapping, and ``//`` and ``%`` truncate as on the GPU. Layouts are carried, never interpreted.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ Array = np.ndarray
 INTEGERS = (np.int8, np.int16, np.int32, np.int64, np.uint8)
 STORED = {
     "int1": np.bool_, "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64, "uint8": np.uint8,
-    "fp16": np.float32, "bf16": np.float32, "fp32": np.float32, "fp64": np.float64,
+    "fp8e4nv": np.float32, "fp16": np.float32, "bf16": np.float32, "fp32": np.float32, "fp64": np.float64,
 }  # fmt: skip
 LIMITS = {name: (int(np.iinfo(kind).min), int(np.iinfo(kind).max)) for name, kind in STORED.items() if kind in INTEGERS}
 OF_TORCH = {
     torch.bool: gl.int1, torch.int8: gl.int8, torch.int32: gl.int32, torch.int64: gl.int64, torch.float16: gl.float16,
     torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.float64: gl.float64,
+    torch.float8_e4m3fn: gl.float8e4nv,
 }  # fmt: skip
 TO_TORCH = {dtype.name: of for of, dtype in OF_TORCH.items()}
 
@@ -34,7 +35,7 @@ TO_TORCH = {dtype.name: of for of, dtype in OF_TORCH.items()}
 def rounded(data: Array, dtype: DType) -> Array:
     """Bring numbers to a dtype: floats are rounded to it, integers must fit."""
     kind = STORED[dtype.name]
-    if dtype.name in ("fp16", "bf16"):
+    if dtype.name in ("fp8e4nv", "fp16", "bf16"):
         exact = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32))
         return np.asarray(exact.to(TO_TORCH[dtype.name]).float().numpy()).reshape(data.shape)
     if data.dtype == kind:
@@ -264,7 +265,7 @@ def memory_of(whole: torch.Tensor) -> torch.Tensor:
 
 
 def to_numpy(values: torch.Tensor) -> Array:
-    narrow = values.dtype in (torch.float16, torch.bfloat16)
+    narrow = values.dtype in (torch.float8_e4m3fn, torch.float16, torch.bfloat16)
     return np.asarray((values.float() if narrow else values).numpy())
 
 
@@ -340,6 +341,16 @@ def same_shape(x: Tensor, layout: object, assert_trivial: bool = False) -> Tenso
     return Tensor(x.data, x.dtype, layout)
 
 
+def join(x: Tensor, y: Tensor) -> Tensor:
+    return x.like(np.stack([x.data, y.data], axis=-1))
+
+
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    if x.shape[-1] != 2:
+        raise ValueError(f"split parts an axis of 2; got {x!r}")
+    return x.like(x.data[..., 0]), x.like(x.data[..., 1])
+
+
 def refuse(*_: object, **__: object) -> None:
     raise NotImplementedError("inline assembly belongs in kernels/gluon/sync.py, whose functions are emulated by name")
 
@@ -364,6 +375,7 @@ FUNCTIONS: dict[str, Any] = {
     "expand_dims": lambda x, axis: x.like(np.expand_dims(x.data, axis)),
     "reshape": lambda x, shape: x.reshape(shape), "permute": lambda x, order: x.permute(order),
     "broadcast_to": lambda x, shape: x.broadcast_to(shape), "cast": lambda x, dtype: x.to(dtype),
+    "join": join, "split": split,
     "static_range": range, "static_assert": static_assert, "multiple_of": lambda x, _: x, "assume": lambda _: None,
     "constexpr": lambda value: value, "inline_asm_elementwise": refuse, "inf": math.inf,
 }  # fmt: skip

@@ -275,6 +275,52 @@ def pack(x, DTYPE: gl.constexpr):
     return packed
 
 
+@gluon.jit
+def pack_e4m3(a, b, c, d):
+    """Round four float32 to float8e4nv, the four bytes of an int32, lowest first; what is too large becomes 448."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""",
+        "=r,f,f,f,f",
+        [a, b, c, d],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def bytes_of(x):
+    """See int32 as float8e4nv: ``x`` has each int32 four times, as neighbours of a thread, and they become its bytes.
+
+    So p crosses a loop as int32: as bytes it is taken apart and put together again, 180 instructions for 64 x 128. And
+    `warpgroup_mma_wait` takes no bytes among its deps; the copy that is made here is the product's own, and lasts.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
+
+
+@gluon.jit
+def log2_of_power(x):
+    """Give the exponent of a power of two, a normal float32, by its bits: two instructions and no special function."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 e; shr.u32 e, $1, 23; or.b32 e, e, 0x4B000000; add.f32 $0, e, 0fCB00007F; }",
+        "=f,r",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def inverse_of_power(x):
+    """Give 1 / x for a power of two, a normal float32 below 2**127, by its bits."""
+    return gl.inline_asm_elementwise("sub.u32 $0, 0x7F000000, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
 @gluon.constexpr_function
 def _values_of_thread(acc):
     return acc.shape[0] * acc.shape[1] // 128
