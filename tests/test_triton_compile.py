@@ -74,9 +74,16 @@ def launches(call: Call, capability: Capability, monkeypatch: pytest.MonkeyPatch
     return caught
 
 
+def kind_of(argument: object) -> compiling.Kind:
+    """Give an argument's type in Triton's words."""
+    if isinstance(argument, tuple):
+        return tuple(map(kind_of, argument))
+    return POINTERS[argument.dtype] if isinstance(argument, torch.Tensor) else SCALARS[type(argument)]
+
+
 def compile_launch(launch: Launch, capability: Capability) -> compiling.Compiled:
     """Compile what would be launched."""
-    types: dict[str, str | None] = {}
+    types: dict[str, compiling.Kind | None] = {}
     constants: dict[str, compiling.Constant] = {}
     for parameter in compiling.compiled_kernel(launch.kernel).params:
         argument = launch.arguments[parameter.name]
@@ -84,10 +91,8 @@ def compile_launch(launch: Launch, capability: Capability) -> compiling.Compiled
             constants[parameter.name] = cast("compiling.Constant", argument)
         elif argument is None:
             types[parameter.name] = None
-        elif isinstance(argument, torch.Tensor):
-            types[parameter.name] = POINTERS[argument.dtype]
-        elif not parameter.annotation_type:
-            types[parameter.name] = SCALARS[type(argument)]
+        elif isinstance(argument, torch.Tensor) or not parameter.annotation_type:
+            types[parameter.name] = kind_of(argument)
     target = capability[0] * 10 + capability[1] if isinstance(capability, tuple) else str(capability)
     options = compiling.Options(num_warps=launch.tiles.num_warps, num_stages=launch.tiles.num_stages)
     return compiling.compile_for(launch.kernel, types, constants, target, options)

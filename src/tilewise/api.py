@@ -8,27 +8,28 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 
 from tilewise import autograd, autograd_softmax, dispatch
+from tilewise.api_cache import attention_with_kvcache
 from tilewise.arguments import (
+    Asked,
     Window,
     autocast,
     check_rank,
     check_tensors,
     integers_tensor,
-    lengths_tensor,
     merge_parts,
     seed_tensor,
     sides,
 )
 from tilewise.backends import torch_ops
 from tilewise.dispatch import use_backend
-from tilewise.problem.cache import CacheOptions, CacheTensors
 from tilewise.problem.problem import Options, Tensors, fail, mismatch
-from tilewise.recall import recall
+from tilewise.recall import OutAndPerhapsLse, recall
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from tilewise.arguments import CacheArguments, DenseOptions, VarlenOptions
+    from tilewise.arguments import DenseOptions, Function, VarlenOptions
+    from tilewise.backends.block_lists import Blocks
     from tilewise.problem.mask import Align
     from tilewise.problem.problem import Layout
 
@@ -64,6 +65,11 @@ def attention(
     kv_start: torch.Tensor | Sequence[int] | None = None,
     kv_stop: torch.Tensor | Sequence[int] | None = None,
     sink: torch.Tensor | None = None,
+    score_mod: Function | None = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    mask_mod: Function | None = None,
+    mask_tensors: Sequence[torch.Tensor] = (),
+    blocks: Blocks | None = None,
     dropout: float = 0.0,
     seed: int | torch.Tensor | None = None,
     deterministic: bool = False,
@@ -94,6 +100,10 @@ def attention(
         mask: bool, broadcasts to (batch, heads_q, len_q, len_kv), True = visible.
         kv_start, kv_stop: (batch,) integers, each sequence's visible keys, half open; None = 0 and len_kv.
         sink: (heads_q,) or (batch, heads_q), one more natural-log score in each row's sum; differentiable.
+        score_mod: ``score_mod(score, batch, head, q_pos, kv_pos, *score_tensors)`` gives a visible pair's new score, in
+            natural-log units, after all of the above. Gradients reach its tensors, also those of its closure.
+        mask_mod: ``mask_mod(batch, head, q_pos, kv_pos, *mask_tensors)``, True = visible, if all else leaves it so.
+        blocks: lists of the tiles that a mask_mod leaves to visit, in place of mask_mod.
         dropout: probability of dropping an element of the softmax, in [0, 1).
         seed: int or one-element int64 tensor; None draws one from torch's generator.
         deterministic: gradients bitwise equal over runs.
@@ -117,7 +127,10 @@ def attention(
     """
     given = (q, k, v, bias, mask, sink, alibi_slopes, kv_start, kv_stop, None, None, None, seed)
     wanted = ("dense", causal, window, align, scale, softcap, dropout, deterministic, return_lse, layout, backend)
-    like, results = recall(given, wanted)
+    asked = None
+    if score_mod is not None or mask_mod is not None or blocks is not None or score_tensors or mask_tensors:
+        asked = Asked(score_mod, score_tensors, mask_mod, mask_tensors, blocks)
+    like, results = recall(given, wanted) if asked is None else (None, None)
     if results is not None:
         return results if return_lse else results[0]  # type: ignore[return-value]  # an lse that was asked for
     check_tensors(q=q, k=k, v=v, bias=bias, mask=mask, sink=sink, alibi_slopes=alibi_slopes)
@@ -141,7 +154,7 @@ def attention(
         kv_stop=integers_tensor("kv_stop", kv_stop, q),
         seed=seed_tensor(seed, dropout, q),
     )
-    out, lse = autograd.call(tensors, options, like if tensors.seed is seed else None)
+    out, lse = _call(tensors, options, like if tensors.seed is seed else None, asked)
     out = out.transpose(1, 2) if layout == "bshd" else out
     return (out, lse) if return_lse else out  # type: ignore[return-value]  # as above
 
@@ -186,6 +199,10 @@ def attention_varlen(
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
+    score_mod: Function | None = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    mask_mod: Function | None = None,
+    mask_tensors: Sequence[torch.Tensor] = (),
     dropout: float = 0.0,
     seed: int | torch.Tensor | None = None,
     deterministic: bool = False,
@@ -209,6 +226,8 @@ def attention_varlen(
         bias: (heads_q or 1, total_q, max_seqlen_k), its last axis counting keys within a sequence.
         sink, alibi_slopes: (heads_q,) or (batch, heads_q).
         causal, window, align, scale, softcap, dropout, seed, deterministic, return_lse, backend: as in `attention`.
+        score_mod, score_tensors, mask_mod, mask_tensors: as in `attention`; batch is the number of a sequence, and
+            positions count within it.
 
     Returns:
         out (total_q, heads_q, dim_v); with return_lse also lse (heads_q, total_q).
@@ -232,7 +251,10 @@ def attention_varlen(
         "packed", causal, window, align, scale, softcap, dropout, deterministic, return_lse, max_seqlen_q, max_seqlen_k,
         backend,
     )  # fmt: skip
-    like, results = recall(given, wanted)
+    asked = None
+    if score_mod is not None or mask_mod is not None or score_tensors or mask_tensors:
+        asked = Asked(score_mod, score_tensors, mask_mod, mask_tensors)
+    like, results = recall(given, wanted) if asked is None else (None, None)
     if results is not None:
         return results if return_lse else results[0]  # type: ignore[return-value]  # an lse that was asked for
     check_tensors(q=q, k=k, v=v, bias=bias, sink=sink, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q)
@@ -255,128 +277,16 @@ def attention_varlen(
         block_table=block_table,
         seed=seed_tensor(seed, dropout, q),
     )
-    out, lse = autograd.call(tensors, options, like if tensors.seed is seed else None)
+    out, lse = _call(tensors, options, like if tensors.seed is seed else None, asked)
     return (out, lse) if return_lse else out  # type: ignore[return-value]  # as above
 
 
-@overload
-def attention_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[CacheArguments],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-@overload
-def attention_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[CacheArguments],
-) -> torch.Tensor: ...
-def attention_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    cache_seqlens: int | torch.Tensor | Sequence[int] | None = None,
-    block_table: torch.Tensor | None = None,
-    cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    rotary_interleaved: bool = True,
-    num_splits: int | None = None,
-    batch_invariant: bool = False,
-    causal: bool = True,
-    window: Window | None = None,
-    align: Align = "bottom_right",
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sink: torch.Tensor | None = None,
-    return_lse: bool = False,
-    layout: Layout = "bshd",
-    backend: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Decode: attend from a few new queries to a cache of keys and values, after appending new ones in place.
+def _call(tensors: Tensors, options: Options, like: object, asked: Asked | None) -> OutAndPerhapsLse:
+    if asked is None:
+        return autograd.call(tensors, options, like)
+    from tilewise import autograd_mods
 
-    Sequence b holds ``cache_seqlens[b]`` tokens. New k and v are written behind them, and the queries see what is
-    then there, the diagonal's offset coming from each sequence's own length. For inference: no gradient.
-
-    Args:
-        q: (batch, len_q, heads_q, dim_qk).
-        k_cache, v_cache: (batch, capacity, heads_kv, dim), or (pages, page_size, heads_kv, dim) with a block_table; q's
-            dtype, or fp8 or int8 with scales.
-        k, v: (batch, len_new, heads_kv, dim), appended first; need cache_seqlens.
-        cache_seqlens: (batch,) integers, a list, or one int: the tokens held before the call; None = the whole
-            capacity. More than fits is a ValueError where the host can tell; on a device, what does not fit is dropped.
-        block_table: (batch, max_pages) integers, the pages of each sequence in order; any page size.
-        cache_batch_idx: (batch,) integers, the cache's row of each sequence; not with a block_table.
-        cache_leftpad: (batch,) integers, slots at the front of each sequence that hold nothing.
-        k_scale, v_scale: (heads_kv,), value = stored * scale; with fp8 and int8 caches.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2); rotate k at its slots, and q at the same ones when causal
-            or windowed, else all of q at ``cache_seqlens``. They go with k and v.
-        rotary_interleaved: pairs (0, 1), (2, 3), ... when True, else (0, half), (1, half + 1), ...
-        num_splits: parts that the keys are split into; None or 0 = chosen. The result is the same to rounding.
-        batch_invariant: a row's bits do not depend on the rest of the batch.
-        layout: of q, k, v, out and unpaged caches: "bshd", or "bhsd" for (batch, heads, len, dim).
-        causal, window, align, scale, softcap, alibi_slopes, sink, return_lse, backend: as in `attention`.
-
-    Returns:
-        out (batch, len_q, heads_q, dim_v); with return_lse also lse (batch, heads_q, len_q).
-
-    Raises:
-        ValueError: bad shapes or values, before anything is written.
-        TypeError: wrong dtypes, or an input that requires a gradient.
-
-    >>> import torch, tilewise
-    >>> k_cache, v_cache = torch.zeros(1, 128, 2, 64), torch.zeros(1, 128, 2, 64)
-    >>> q, k, v = torch.randn(1, 1, 4, 64), torch.randn(1, 1, 2, 64), torch.randn(1, 1, 2, 64)
-    >>> out = tilewise.attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=0)
-    >>> torch.equal(k_cache[:, :1], k), bool((out[0, 0, 0] - v[0, 0, 0]).abs().max() < 1e-6)
-    (True, True)
-    """
-    given = (
-        q, k_cache, v_cache, k, v, cache_seqlens, block_table, cache_batch_idx, cache_leftpad, k_scale, v_scale,
-        rotary_cos, rotary_sin, sink, alibi_slopes,
-    )  # fmt: skip
-    wanted = (
-        "cache", rotary_interleaved, num_splits, batch_invariant, causal, window, align, scale, softcap, return_lse,
-        layout, backend,
-    )  # fmt: skip
-    like, results = recall(given, wanted)
-    if results is not None:
-        return results if return_lse else results[0]  # type: ignore[return-value]  # an lse that was asked for
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sink=sink, alibi_slopes=alibi_slopes)
-    check_tensors(block_table=block_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
-    check_tensors(k_scale=k_scale, v_scale=v_scale, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
-    if layout == "bhsd":
-        new = {name: x for name, x in (("k", k), ("v", v)) if x is not None}
-        check_rank(4, q=q, k_cache=k_cache, v_cache=v_cache, **new)
-        q = q.transpose(1, 2)
-        k, v = (None if x is None else x.transpose(1, 2) for x in (k, v))
-        if block_table is None:
-            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-    elif layout != "bshd":
-        raise fail('layout must be "bhsd" or "bshd"', repr(layout), "Name the order of q's axes")
-    left, right = sides(window)
-    tensors = CacheTensors(q, k_cache, v_cache, k, v, lengths_tensor(cache_seqlens, q), *given[6:])
-    options = CacheOptions(
-        rotary_interleaved, num_splits, batch_invariant, causal, left, right, align, scale, softcap or 0.0, return_lse,
-        layout, backend,
-    )  # fmt: skip
-    length = cache_seqlens if isinstance(cache_seqlens, (int, torch.SymInt)) else None
-    out, lse = autograd.call_cache(tensors, options, length, like)
-    out = out.transpose(1, 2) if layout == "bhsd" else out
-    return (out, lse) if return_lse else out  # type: ignore[return-value]  # as above
+    return autograd_mods.call(tensors, options, asked)
 
 
 def merge(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -13,6 +13,7 @@ from tilewise.problem.checks import fail, kind, mismatch
 if TYPE_CHECKING:
     from typing import TypedDict
 
+    from tilewise.backends.block_lists import Blocks
     from tilewise.problem.mask import Align
     from tilewise.problem.problem import Layout
 
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
         """What attention and attention_varlen share beyond that."""
 
         bias: torch.Tensor | None
+        score_mod: Callable[..., object] | None
+        score_tensors: Sequence[torch.Tensor]
+        mask_mod: Callable[..., object] | None
+        mask_tensors: Sequence[torch.Tensor]
         dropout: float
         seed: int | torch.Tensor | None
         deterministic: bool
@@ -42,6 +47,7 @@ if TYPE_CHECKING:
         mask: torch.Tensor | None
         kv_start: torch.Tensor | Sequence[int] | None
         kv_stop: torch.Tensor | Sequence[int] | None
+        blocks: Blocks | None
         layout: Layout
 
     class VarlenOptions(TrainingOptions, total=False):
@@ -77,6 +83,19 @@ Window = tuple["int | None", "int | None"]
 OPTIONAL = frozenset({"bias", "mask", "sink", "alibi_slopes", "cu_seqlens_k", "block_table"}) | frozenset(
     {"cache_batch_idx", "cache_leftpad", "k_scale", "v_scale", "rotary_cos", "rotary_sin"}
 )
+
+
+Function = Callable[..., object]
+
+
+class Asked(NamedTuple):
+    """What a call wants of functions of its own, as given to `tilewise.attention`."""
+
+    score_mod: Function | None
+    score_tensors: Sequence[torch.Tensor]
+    mask_mod: Function | None
+    mask_tensors: Sequence[torch.Tensor]
+    blocks: Blocks | None = None
 
 
 def check_tensors(**tensors: object) -> None:

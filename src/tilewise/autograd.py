@@ -338,7 +338,7 @@ def call(tensors: Tensors, options: Options, like: object = None) -> OutAndPerha
             raise dispatch.Explained(dispatch.plan(problem_for(tensors, options), options.backend))
         refuse_jvp(tensors)
         if _is_plain(tensors):
-            return _plain(problem_for(tensors, options), tensors, options, like)
+            return plain(problem_for(tensors, options), tensors, options, like)
         if not is_watched():  # below, the schema would judge types, and the body would see no gradient
             problem_for(tensors, options)
             if all(x is None or type(x) in ORDINARY for x in tensors):
@@ -349,7 +349,7 @@ def call(tensors: Tensors, options: Options, like: object = None) -> OutAndPerha
     return result
 
 
-def _plain(problem: Problem, tensors: Tensors, options: Options, like: object) -> OutAndPerhapsLse:
+def plain(problem: Problem, tensors: Tensors, options: Options, like: object) -> OutAndPerhapsLse:
     """Run a call that nothing watches, prepared where it can be, so that `recall` finds it."""
     prepared = dispatch.prepared(problem, options.backend)
     if prepared is None:

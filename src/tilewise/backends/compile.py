@@ -18,7 +18,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewise.kernels.share import Jitted
+from tilewise.kernels.share import Jitted, source_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -40,7 +40,8 @@ try:
 except ImportError:  # Windows: processes that start together may each compile
     fcntl = None
 
-Constant = bool | int | float | str | None
+Constant = bool | int | float | str | Jitted | None  # a function is inlined wherever the kernel calls its parameter
+Kind = str | tuple["Kind", ...]  # a parameter's type in Triton's words; a tuple's parts have types of their own
 Target = int | str  # an NVIDIA capability such as 90, or an AMD architecture such as "gfx942"
 
 BARRIERS = "BAR_OFF"  # the constant in which a kernel is told where in shared memory its barriers lie
@@ -84,6 +85,7 @@ class Parameter(Protocol):
     """What Triton knows of a kernel's parameter; ``annotation_type`` is "" where the kernel does not say."""
 
     name: str
+    annotation: str
     annotation_type: str
     is_constexpr: bool
     has_default: bool
@@ -124,17 +126,17 @@ def compiled_kernel(kernel: Jitted) -> Kernel:
 
 
 def signature(
-    kernel: Kernel, types: Mapping[str, str | None], constants: Mapping[str, Constant]
-) -> tuple[dict[str, str], dict[str, Constant]]:
+    kernel: Kernel, types: Mapping[str, Kind | None], constants: Mapping[str, Constant]
+) -> tuple[dict[str, Kind], dict[str, Constant]]:
     """Give each parameter's type in Triton's words, and the values of those that are fixed.
 
     ``types`` holds what the kernel does not say of its parameters: "*fp16" for a pointer, None for an argument that is
-    None, which the compiler then knows.
+    None, which the compiler then knows, and for a tuple the types of its parts; none for one that is empty.
 
     Raises:
         ValueError: a parameter without a type or a value, or a constant that is no parameter.
     """
-    kinds: dict[str, str] = {}
+    kinds: dict[str, Kind] = {}
     fixed: dict[str, Constant] = {}
     for param in kernel.params:
         if param.is_constexpr:
@@ -145,6 +147,8 @@ def signature(
         elif param.name in types and types[param.name] is None:
             kinds[param.name] = "constexpr"
             fixed[param.name] = None
+        elif is_tuple(param):
+            kinds[param.name] = types.get(param.name) or ()
         else:
             kind = param.annotation_type or types.get(param.name)
             if not kind:
@@ -156,9 +160,27 @@ def signature(
     return kinds, fixed
 
 
+def is_tuple(param: Parameter) -> bool:
+    """Say whether a kernel takes a tuple of arguments for this parameter."""
+    return param.annotation == "tuple"
+
+
+def flat(kinds: Iterable[Kind]) -> Iterator[str]:
+    """List types with those of tuples' parts in their places; what is fixed is not passed.
+
+    >>> list(flat(["*fp16", ("i32", ("fp32",)), "constexpr", ()]))
+    ['*fp16', 'i32', 'fp32']
+    """
+    for kind in kinds:
+        if isinstance(kind, tuple):
+            yield from flat(kind)
+        elif kind != "constexpr":
+            yield kind
+
+
 def compile_for(
     kernel: Jitted,
-    types: Mapping[str, str | None],
+    types: Mapping[str, Kind | None],
     constants: Mapping[str, Constant],
     target: Target,
     options: Options,
@@ -182,7 +204,7 @@ def compile_for(
 
 def compile_settled(
     kernel: Jitted,
-    types: Mapping[str, str | None],
+    types: Mapping[str, Kind | None],
     constants: Mapping[str, Constant],
     target: Target,
     options: Options,
@@ -206,7 +228,7 @@ def compile_settled(
     raise RuntimeError(f"kernel {compiled_kernel(kernel).__name__}: the place of its barriers does not settle")
 
 
-def binary_of(kernel: Kernel, kinds: Mapping[str, str], compiled: Compiled) -> Binary:
+def binary_of(kernel: Kernel, kinds: Mapping[str, Kind], compiled: Compiled) -> Binary:
     """Take from a kernel compiled for NVIDIA what a launch needs, and hold its parameters to what will be passed.
 
     Raises:
@@ -215,7 +237,7 @@ def binary_of(kernel: Kernel, kinds: Mapping[str, str], compiled: Compiled) -> B
     ptx = cast("str", compiled.asm["ptx"])
     metadata = compiled.metadata  # type: ignore[attr-defined]  # a named tuple that Triton makes at run time
     sizes = ptx_parameters(ptx)
-    passed = [size for kind in kinds.values() if kind != "constexpr" for size in _sizes(kind)]
+    passed = [size for kind in flat(kinds.values()) for size in _sizes(kind)]
     hidden = sizes[len(passed) :]
     if sizes[: len(passed)] != passed or any(size != 8 for size in hidden):
         raise RuntimeError(
@@ -325,7 +347,7 @@ def cache_folder() -> Path:
 
 def binary_for(
     kernel: Jitted,
-    types: Mapping[str, str | None],
+    types: Mapping[str, Kind | None],
     constants: Mapping[str, Constant],
     capability: int,
     options: Options,
@@ -347,7 +369,7 @@ def binary_for(
 
 
 def _key(
-    kernel: Kernel, kinds: Mapping[str, str], fixed: Mapping[str, Constant], capability: int, options: Options
+    kernel: Kernel, kinds: Mapping[str, Kind], fixed: Mapping[str, Constant], capability: int, options: Options
 ) -> str:
     """Hash all that the result depends on: source, compiler, target, types, constants, options, Triton's settings."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
@@ -359,7 +381,7 @@ def _key(
         kernel.__name__,
         _sources(kernel.fn.__code__.co_filename),
         sorted(kinds.items()),
-        sorted((name, repr(value)) for name, value in fixed.items()),
+        sorted((name, source_of(value) or repr(value)) for name, value in fixed.items()),
         capability,
         sorted(options._asdict().items()),
         sorted(get_cache_invalidating_env_vars().items()),

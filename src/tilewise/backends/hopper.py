@@ -67,6 +67,8 @@ def _why_not_features(problem: Problem) -> str | None:
         return f"multiplies float16 and bfloat16; got {problem.dtype}"
     if problem.mask.dense or problem.score.bias or problem.score.alibi:
         return "has no dense mask, bias or ALiBi"
+    if problem.mods is not None:
+        return "has no score_mod, mask_mod or lists of tiles"
     if problem.dropout:
         return "has no dropout"
     if "block_table" in problem.specs:

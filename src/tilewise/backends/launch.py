@@ -22,16 +22,29 @@ to its interpreter.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from operator import itemgetter
-from typing import NamedTuple, cast
+from types import MappingProxyType
+from typing import NamedTuple, Union, cast
 
 import torch
 import triton
 
 from tilewise.backends.bound import Bound, Prepared, Value
-from tilewise.backends.compile import Binary, Constant, Kernel, Options, binary_for, compiled_kernel, signature
+from tilewise.backends.compile import (
+    Binary,
+    Constant,
+    Kernel,
+    Kind,
+    Options,
+    Parameter,
+    binary_for,
+    compiled_kernel,
+    flat,
+    is_tuple,
+    signature,
+)
 from tilewise.backends.driver import CudaDriver, Driver
 from tilewise.backends.tensor_map import Mapped, TensorMap, kind_of
 from tilewise.kernels.share import Jitted
@@ -39,6 +52,13 @@ from tilewise.kernels.share import Jitted
 __all__ = ["Argument", "Launcher", "Mapped", "Prepared", "TensorMap", "launch", "launch_named", "prepare_named"]
 
 Argument = torch.Tensor | Mapped | int | float | None
+Parts = tuple[Union[Argument, "Parts"], ...]  # what a kernel takes as one tuple, of tuples too
+Shape = tuple[Union["Shape", None], ...]  # how such a tuple is made up
+
+
+class Long(int):
+    """A number of a tuple that a kernel takes in 64 bits; others take 32."""
+
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -54,7 +74,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-SCALARS: dict[object, str] = {int: "i32", float: "fp32", bool: "i1"}
+SCALARS: dict[object, str] = {Long: "i64", int: "i32", float: "fp32", bool: "i1"}
 
 
 def launch(
@@ -95,13 +115,16 @@ def launch(
 def launch_named(
     kernel: Jitted,
     grid: tuple[int, ...],
-    named: Mapping[str, Argument | Constant],
+    named: Mapping[str, Argument | Constant | Parts],
     *,
     num_warps: int = 4,
     num_stages: int = 2,
     maxnreg: int | None = None,
 ) -> None:
     """Run a kernel as `launch` does, with arguments and constants by name; names that it does not take are left out.
+
+    A parameter that the kernel annotates as ``tl.tuple`` is given a tuple, of tensors, numbers and tuples; its makeup,
+    not its values, belongs to the variant. Such parameters come after all other arguments.
 
     Raises:
         KeyError: an argument is not among them. Whatever `launch` raises.
@@ -111,17 +134,21 @@ def launch_named(
     options = Options(num_warps, num_stages, maxnreg)
     launcher = default_launcher(kernel)
     if launcher is not None:
-        passed, fixed = launcher.names(kernel)
+        passed, tuples, fixed = launcher.names(kernel)
         constants = {name: cast("Constant", named[name]) for name in fixed}
-        launcher.variant(kernel, constants, options)(grid, [cast("Argument", named[name]) for name in passed])
+        arguments = [cast("Argument", named[name]) for name in passed]
+        parts = {name: cast("Parts", named[name]) for name in tuples if named[name]}
+        for value in parts.values():
+            arguments += [part for _, part in leaves("", value)]
+        launcher.variant(kernel, constants, options, shapes_of(parts))(grid, arguments)
         return
-    _through_triton(kernel, grid, [cast("Argument", named[name]) for name in kernel.arg_names], {}, options)
+    _through_triton(kernel, grid, [_plain(named[name]) for name in kernel.arg_names], {}, options)
 
 
 def prepare_named(
     kernel: Jitted,
     grid: tuple[int, ...],
-    named: Mapping[str, Argument | Constant],
+    named: Mapping[str, Argument | Constant | Parts],
     pointers: Sequence[str],
     *,
     num_warps: int = 4,
@@ -134,7 +161,7 @@ def prepare_named(
         kernel, grid, named, num_warps, num_stages, maxnreg: as in `launch_named`; the tensors give their dtypes and
             the device.
         pointers: the names of all the tensors that the kernel takes, in the order in which calls will give them; those
-            that it takes through maps (`Mapped`) stand last.
+            that it takes through maps (`Mapped`) stand last, and those in tuples are named by place: "mods.0.1".
 
     Returns:
         What launches when it is called with tensors of those dtypes on that device; None where launches go to Triton.
@@ -142,10 +169,44 @@ def prepare_named(
     launcher = default_launcher(kernel)
     if launcher is None:
         return None
-    passed, fixed = launcher.names(kernel)
+    passed, tuples, fixed = launcher.names(kernel)
     constants = {name: cast("Constant", named[name]) for name in fixed}
-    variant = launcher.variant(kernel, constants, Options(num_warps, num_stages, maxnreg))
-    return variant.prepare(grid, [cast("Argument", named[name]) for name in passed], list(map(passed.index, pointers)))
+    parts = {name: cast("Parts", named[name]) for name in tuples if named[name]}
+    arguments = [(name, cast("Argument", named[name])) for name in passed]
+    for name, value in parts.items():
+        arguments += leaves(name, value)
+    order = [name for name, _ in arguments]
+    variant = launcher.variant(kernel, constants, Options(num_warps, num_stages, maxnreg), shapes_of(parts))
+    return variant.prepare(grid, [value for _, value in arguments], list(map(order.index, pointers)))
+
+
+def leaves(name: str, parts: Parts) -> Iterator[tuple[str, Argument]]:
+    """Go through what a tuple holds, tuples within it too, each named by its place.
+
+    >>> list(leaves("mods", ((1, 2.0), (), (3,))))
+    [('mods.0.0', 1), ('mods.0.1', 2.0), ('mods.2.0', 3)]
+    """
+    for place, part in enumerate(parts):
+        if isinstance(part, tuple):
+            yield from leaves(f"{name}.{place}", cast("Parts", part))
+        else:
+            yield f"{name}.{place}", part
+
+
+def shapes_of(parts: Mapping[str, Parts]) -> dict[str, Shape]:
+    """Give the makeup of each tuple: None for a leaf."""
+
+    def shape(part: Argument | Parts) -> Shape | None:
+        return tuple(shape(x) for x in part) if isinstance(part, tuple) and not isinstance(part, Mapped) else None
+
+    return {name: cast("Shape", shape(value)) for name, value in parts.items()}
+
+
+def _plain(value: object) -> Argument:
+    """Give an argument as Triton's own launcher takes it: numbers of their own types, in tuples too."""
+    if type(value) is tuple:
+        return cast("Argument", tuple(map(_plain, value)))
+    return int(value) if isinstance(value, Long) else cast("Argument", value)
 
 
 def _through_triton(
@@ -192,27 +253,40 @@ class Launcher:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self._variants: dict[tuple[object, ...], Variant] = {}
-        self._names: dict[int, tuple[list[str], list[str]]] = {}
+        self._names: dict[int, tuple[list[str], list[str], list[str]]] = {}
         self._named: list[Jitted] = []  # kept, so that ids stay their own
         self._lock = threading.Lock()
 
-    def variant(self, kernel: Jitted, constants: Mapping[str, Constant], options: Options) -> Variant:
-        """Give the kernel with these constants and options; the same object every time."""
+    def variant(
+        self,
+        kernel: Jitted,
+        constants: Mapping[str, Constant],
+        options: Options,
+        tuples: Mapping[str, Shape] = MappingProxyType({}),
+    ) -> Variant:
+        """Give the kernel with these constants and options, and tuples made up so; the same object every time."""
         # Triton hashes a kernel by its source, slowly; a variant holds its kernel, so the id stays its own.
-        key = (id(kernel), options, *constants, *constants.values())
+        key = (id(kernel), options, *constants, *constants.values(), *tuples.items())
         found = self._variants.get(key)
         if found is None:
             with self._lock:
-                found = self._variants.setdefault(key, Variant(self.driver, kernel, constants, options))
+                found = self._variants.setdefault(key, Variant(self.driver, kernel, constants, options, tuples))
         return found
 
-    def names(self, kernel: Jitted) -> tuple[list[str], list[str]]:
-        """Give the names of a kernel's arguments and of its constants."""
+    def names(self, kernel: Jitted) -> tuple[list[str], list[str], list[str]]:
+        """Give the names of a kernel's arguments, of those that are tuples, which come last, and of its constants."""
         found = self._names.get(id(kernel))
         if found is None:
             params = compiled_kernel(kernel).params
-            split = [[param.name for param in params if param.is_constexpr == fixed] for fixed in (False, True)]
-            found = self._names[id(kernel)] = (split[0], split[1])
+            passed = [param for param in params if not param.is_constexpr]
+            tuples = [param.name for param in passed if is_tuple(param)]
+            names = [param.name for param in passed]
+            if names[len(names) - len(tuples) :] != tuples:
+                raise ValueError(
+                    f"kernel {compiled_kernel(kernel).__name__} must take its tuples after all else: {names}"
+                )
+            fixed = [param.name for param in params if param.is_constexpr]
+            found = self._names[id(kernel)] = (names[: len(names) - len(tuples)], tuples, fixed)
             self._named.append(kernel)
         return found
 
@@ -225,10 +299,22 @@ class Launcher:
 class Variant:
     """A kernel with its constants and options, callable with a grid and arguments."""
 
-    def __init__(self, driver: Driver, kernel: Jitted, constants: Mapping[str, Constant], options: Options) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        kernel: Jitted,
+        constants: Mapping[str, Constant],
+        options: Options,
+        tuples: Mapping[str, Shape] = MappingProxyType({}),
+    ) -> None:
         self._driver, self._kernel, self._constants, self._options = driver, kernel, dict(constants), options
         self._source: Kernel = compiled_kernel(kernel)
-        self._passed = [param for param in self._source.params if not param.is_constexpr]
+        self._tuples = dict(tuples)
+        self._passed: list[Parameter | Leaf] = [
+            param for param in self._source.params if not param.is_constexpr and not is_tuple(param)
+        ]
+        for name, shape in tuples.items():
+            self._passed += [Leaf(leaf) for leaf, _ in leaves(name, shape)]
         # What the kernel does not say of its arguments, each call is asked: a pointer's dtype, or that it is None.
         self._open = [place for place, param in enumerate(self._passed) if not param.annotation_type]
         self._open_of = itemgetter(*self._open, self._open[0])  # one more, so that it always gives a tuple
@@ -298,13 +384,30 @@ class Variant:
 
     def _compile(self, device: int, arguments: Sequence[Argument]) -> tuple[list[str], Binary]:
         """Compile for a device and these types of arguments; give the types of those that are passed."""
-        types: dict[str, str | None] = {}
+        types: dict[str, Kind | None] = {}
         for place in self._open:
             name = self._passed[place].name
             types[name] = _kind(self._source.__name__, name, arguments[place], device)
+        for name, shape in self._tuples.items():
+            types[name] = _kinds(name, shape, types)
         kinds, _ = signature(self._source, types, self._constants)
         binary = binary_for(self._kernel, types, self._constants, self._driver.capability(device), self._options)
-        return [kind for param in self._passed if (kind := kinds[param.name]) != "constexpr"], binary
+        return list(flat(kinds.values())), binary
+
+
+class Leaf(NamedTuple):
+    """An argument that is part of a tuple."""
+
+    name: str
+    annotation_type: str = ""
+
+
+def _kinds(name: str, shape: Shape, types: dict[str, Kind | None]) -> Kind:
+    """Give the types of a tuple's parts, taking those of its leaves out of ``types``."""
+    return tuple(
+        cast("Kind", types.pop(f"{name}.{place}")) if part is None else _kinds(f"{name}.{place}", part, types)
+        for place, part in enumerate(shape)
+    )
 
 
 class Form(NamedTuple):

@@ -12,10 +12,10 @@ al., "FlashAttention", arXiv:2205.14135, appendix B.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypedDict, TypeVar
 
 from tilewise.problem.blocks import is_visible
 
@@ -36,6 +36,10 @@ class Terms(Generic[Array]):
     ``offset``, ``kv_start`` and ``kv_stop`` are ints or (batch,) arrays; ``bias``, ``mask`` and ``keep`` broadcast to
     (batch, heads_q, len_q, len_kv); ``sink`` and ``alibi_slopes`` are (heads_q,) or (batch, heads_q). ``keep`` is
     dropout's bool mask and ``dropout`` its probability.
+
+    ``score_mod(score, batch, head, q_pos, kv_pos)`` and ``mask_mod(batch, head, q_pos, kv_pos)`` are users' functions;
+    ``score_gradient(score, batch, head, q_pos, kv_pos, d_score)`` is the first's derivative. Of the batch they are told
+    the entries' numbers, counted from ``sequence``.
     """
 
     left: int | None = None
@@ -51,6 +55,10 @@ class Terms(Generic[Array]):
     sink: Array | None = None
     keep: Array | None = None
     dropout: float = 0.0
+    score_mod: Callable[..., Array] | None = None
+    score_gradient: Callable[..., Array] | None = None
+    mask_mod: Callable[..., Array] | None = None
+    sequence: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,8 @@ class Grads(Generic[Array]):
 @dataclass(frozen=True)
 class _Scores(Generic[Array]):
     score: Array  # (batch, heads_kv, group, len_q, len_kv), -inf where hidden
+    given: Array  # what a score_mod was given, 0 where hidden
+    pairs: tuple[Array, Array, Array, Array]  # batch, head, q_pos, kv_pos
     slope: Array | float  # derivative of the softcap
     q: Array  # (batch, heads_kv, group, len_q, dim_qk), unscaled
     k: Array  # (batch, heads_kv, 1, len_kv, dim_qk), zero where no query sees the key
@@ -96,8 +106,16 @@ def _scores(xp: ModuleType, q: Array, k: Array, v: Array, terms: Terms[Array]) -
     offset, kv_start = per_batch(terms.offset), per_batch(terms.kv_start)
     kv_stop = len_kv if terms.kv_stop is None else per_batch(terms.kv_stop)
     visible = is_visible(q_pos, kv_pos, kv_start, kv_stop, terms.left, terms.right, offset)
+    pairs = (
+        xp.arange(terms.sequence, terms.sequence + batch, device=q.device).reshape(batch, 1, 1, 1, 1),
+        xp.arange(heads_q, device=q.device).reshape(1, heads_kv, group, 1, 1),
+        q_pos,
+        kv_pos,
+    )
     if terms.mask is not None:
         visible = visible & matrix(terms.mask)
+    if terms.mask_mod is not None:
+        visible = visible & terms.mask_mod(*pairs)
     visible = xp.broadcast_to(visible, (batch, heads_kv, group, len_q, len_kv))
 
     q = q.reshape(batch, heads_kv, group, len_q, dim_qk)
@@ -116,10 +134,14 @@ def _scores(xp: ModuleType, q: Array, k: Array, v: Array, terms: Terms[Array]) -
     if terms.alibi_slopes is not None:
         distance = abs(q_pos + offset - kv_pos)
         score = score - per_head(terms.alibi_slopes) * distance
+    given = score
+    if terms.score_mod is not None:
+        given = xp.where(visible, score, 0)
+        score = xp.broadcast_to(terms.score_mod(given, *pairs), score.shape)
     score = xp.where(visible, score, -math.inf)
     keep = None if terms.keep is None else matrix(terms.keep)
     sink = None if terms.sink is None else per_head(terms.sink)
-    return _Scores(score, slope, q, k, v, sink, keep)
+    return _Scores(score, given, pairs, slope, q, k, v, sink, keep)
 
 
 def naive(xp: ModuleType, q: Array, k: Array, v: Array, terms: Terms[Array] | None = None) -> tuple[Array, Array]:
@@ -208,6 +230,8 @@ def naive_backward(
     delta = (p * dp).sum(-1)[..., None]
     delta = delta if d_lse is None else delta - d_lse.reshape(*rows, 1)
     ds = p * (dp - delta)
+    if terms.score_gradient is not None:
+        ds = terms.score_gradient(scores.given, *scores.pairs, ds)
     dbias = None if terms.bias is None else _sum_to(ds.reshape(*q.shape[:3], k.shape[2]), terms.bias.shape)
     ds = ds * scores.slope
     scale = q.shape[-1] ** -0.5 if terms.scale is None else terms.scale
@@ -276,7 +300,7 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[torch.Tensor, torch.Ten
                 None if x is None else x.to(exact)
                 for x in (piece.terms.bias, piece.terms.alibi_slopes, piece.terms.sink)
             )
-            terms = replace(piece.terms, bias=bias, alibi_slopes=slopes, sink=sink)
+            terms = replace(piece.terms, bias=bias, alibi_slopes=slopes, sink=sink, **_mods(tensors, exact))
             part = part[0], naive(torch, q, k, v, terms)[1]
         if problem.kind == "dense":
             out.copy_(part[0])
@@ -335,7 +359,9 @@ def _pieces(problem: Problem, tensors: Tensors) -> Iterator[_Piece]:
     """Cut a problem into dense batches."""
     q, k, v, band = tensors.q, tensors.k, tensors.v, problem.mask.band
     score = problem.score
-    shared: Terms[torch.Tensor] = Terms(left=band.left, right=band.right, scale=score.scale, softcap=score.softcap)
+    shared: Terms[torch.Tensor] = Terms(
+        left=band.left, right=band.right, scale=score.scale, softcap=score.softcap, **_mods(tensors, q.dtype)
+    )
 
     def cast(x: torch.Tensor | None) -> torch.Tensor | None:
         return None if x is None else x.to(q.dtype)
@@ -374,9 +400,46 @@ def _pieces(problem: Problem, tensors: Tensors) -> Iterator[_Piece]:
             sink=per_head[1],
             keep=_keep(problem, tensors, 1, len_q, len_kv, sequence),
             dropout=problem.dropout,
+            sequence=sequence,
         )
         q_piece, k_piece, v_piece = (x[part].transpose(0, 1)[None] for x, part in ((q, rows), (k, keys), (v, keys)))
         yield _Piece(q_piece, k_piece, v_piece, terms, rows, keys, sequence)
+
+
+class _Functions(TypedDict):
+    """The user's functions among `Terms`."""
+
+    score_mod: Callable[..., torch.Tensor] | None
+    score_gradient: Callable[..., torch.Tensor] | None
+    mask_mod: Callable[..., torch.Tensor] | None
+
+
+def _mods(tensors: Tensors, dtype: torch.dtype) -> _Functions:
+    """Give the user's functions, computing in a dtype."""
+    import torch
+
+    from tilewise.backends.torch_mods import MaskMod, Pairs, ScoreMod
+    from tilewise.problem.mods import captured_of
+
+    score, mask, blocks = ScoreMod.of(tensors, dtype), MaskMod.of(tensors), captured_of(tensors).blocks
+
+    def visible(*pairs: torch.Tensor) -> torch.Tensor:
+        shown = True if mask is None else mask(Pairs(*pairs))
+        if blocks is None:
+            return torch.as_tensor(shown)
+        _, head, q_pos, kv_pos = pairs
+        shape = (len(pairs[0]), *head.shape[1:3], q_pos.shape[0], kv_pos.shape[1])
+        flat = torch.as_tensor(shown).expand(shape).flatten(1, 2)
+        listed = blocks.visible(q_pos, kv_pos, flat).expand(flat.shape)
+        return listed.reshape(shape)
+
+    return {
+        "score_mod": None if score is None else lambda given, *pairs: score(given, Pairs(*pairs)),
+        "score_gradient": None
+        if score is None
+        else lambda given, *rest: score.gradient(given, Pairs(*rest[:4]), rest[4]),
+        "mask_mod": None if mask is None and blocks is None else visible,
+    }
 
 
 def _keep(

@@ -382,6 +382,7 @@ def why_not(problem: Problem) -> str | None:
         ("sink", score.sink),
         ("dense mask", mask.dense),
         ("dropout", bool(problem.dropout)),
+        ("score_mod and mask_mod", problem.mods is not None),
     ):
         if asked:
             return f"leaves out {feature}, to stay short"

@@ -31,6 +31,7 @@ def why_not(problem: Problem) -> str | None:
     for feature, asked in (
         ("window", mask.band.left is not None or mask.band.right not in (None, 0)),
         ("key range", mask.ranged),
+        ("score_mod or mask_mod", problem.mods is not None),
         ("dense mask in linear memory", mask.dense),
         ("bias in linear memory", score.bias),
         ("ALiBi", score.alibi),

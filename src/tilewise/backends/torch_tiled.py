@@ -11,16 +11,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tilewise.backends import torch_cache
 from tilewise.backends.outputs import empty_lse, empty_out, sum_dtype
 from tilewise.backends.torch_geometry import Geometry, Tile, cache_geometry, dense_geometry, varlen_geometry
+from tilewise.backends.torch_mods import MaskMod, Pairs, ScoreMod
 from tilewise.machine.tiles import Tiles, torch_tiles
 from tilewise.problem.cache import CacheTensors
+from tilewise.problem.mods import captured_of
 from tilewise.problem.problem import Grads, Needs, Problem, Tensors
+
+if TYPE_CHECKING:
+    from tilewise.backends.block_lists import Blocks
 
 name = "torch_tiled"
 LOG2E = math.log2(math.e)
@@ -77,7 +83,7 @@ def _forward(engine: Engine, out: torch.Tensor, lse: torch.Tensor) -> None:
         for tile in engine.geometry.tiles(q_start, q_stop, sizes.block_kv):
             visible = engine.visible(tile)
             k, v = engine.load_keys(tile, visible)
-            score, _ = engine.score(q, k, engine.bias(tile), tile, visible)  # base 2; the scale is in q
+            score, _, _ = engine.score(q, k, engine.bias(tile), tile, visible)  # base 2; the scale is in q
             row_max_new = torch.maximum(row_max, score.amax(-1))
             anchor = torch.where(row_max_new == -math.inf, 0, row_max_new)
             p = score.sub_(anchor[..., None]).exp2_()
@@ -166,12 +172,15 @@ def tile_gradients(
     needs: Needs,
 ) -> Grads:
     """Give one tile's share of each gradient: a pure function of its tensors, differentiated for the second time."""
-    score, slope = engine.score(engine.scaled(q), k, bias, tile, engine.visible(tile))
+    visible = engine.visible(tile)
+    score, slope, given = engine.score(engine.scaled(q), k, bias, tile, visible)
     p = torch.exp2(score - rows.lse[..., None])
     dp = product(rows.d_out, v.mT)
     p_kept, dp = engine.dropout(p, tile), engine.dropout(dp, tile)
     ds = p * (dp - rows.delta[..., None])
     dv = product_over_rows(p_kept, rows.d_out) if needs.dv else None
+    if engine.score_mod is not None and given is not None:
+        ds = engine.score_mod.gradient(given, engine.pairs(tile), ds)
     dbias = ds if needs.dbias else None
     if slope is not None:
         ds = ds * slope
@@ -208,6 +217,24 @@ class Engine:
     v: torch_cache.Store
     tensors: Tensors
 
+    @cached_property
+    def score_mod(self) -> ScoreMod | None:
+        """The user's function of scores."""
+        return ScoreMod.of(self.tensors, sum_dtype(self.q.dtype))
+
+    @cached_property
+    def mask_mod(self) -> MaskMod | None:
+        """The user's function of positions."""
+        return MaskMod.of(self.tensors)
+
+    def pairs(self, tile: Tile) -> Pairs:
+        """Say which pairs a tile holds, as users' functions are told, broadcasting against its scores."""
+        heads = torch.arange(self.problem.heads_q, device=self.q.device).view(1, *self.q.shape[1:3], 1, 1)
+        row = self.geometry.row
+        return Pairs(
+            row(self.geometry.sequence, tile), heads, row(self.geometry.q_pos, tile), self.geometry.kv_pos(tile)
+        )
+
     def by_heads(self, x: torch.Tensor) -> torch.Tensor:
         """View q, k, v, out or a gradient as (batch, heads, len, dim): varlen tokens become one batch."""
         return x.transpose(0, 1)[None] if self.problem.kind == "varlen" else x
@@ -236,32 +263,55 @@ class Engine:
 
     def visible(self, tile: Tile) -> torch.Tensor | None:
         """Say which pairs of the tile are visible, broadcasting to (batch, heads_kv, group, block_q, block_kv)."""
-        if self.tensors.mask is None:
+        blocks = captured_of(self.tensors).blocks
+        if self.tensors.mask is None and self.mask_mod is None and blocks is None:
             return self.geometry.visible(tile) if tile.masked else None
-        return self._cut(self.tensors.mask, tile) & self.geometry.visible(tile)
+        visible = self.geometry.visible(tile)
+        if self.tensors.mask is not None:
+            visible = self._cut(self.tensors.mask, tile) & visible
+        shown = None if self.mask_mod is None else self.mask_mod(self.pairs(tile))
+        if blocks is not None:
+            shown = self._listed(blocks, tile, shown)
+        return visible if shown is None else visible & shown
+
+    def _listed(self, blocks: Blocks, tile: Tile, shown: torch.Tensor | None) -> torch.Tensor:
+        """Say which pairs lists of tiles leave visible, where ``shown`` says it within partial tiles."""
+        q_pos = torch.arange(tile.q_start, tile.q_stop, device=self.q.device)[:, None]
+        kv_pos = torch.arange(tile.kv_start, tile.kv_stop, device=self.q.device)[None, :]
+        if shown is not None:  # (batch, heads_q, rows, keys), as the lists have it
+            shape = (*self.q.shape[:3], *torch.broadcast_shapes(q_pos.shape, kv_pos.shape))
+            shown = shown.expand(shape).flatten(1, 2)
+        return _split_heads(blocks.visible(q_pos, kv_pos, True if shown is None else shown), self.problem)
 
     def scaled(self, q: torch.Tensor) -> torch.Tensor:
-        """Multiply q by the scale, and by log2(e) where no softcap comes in between."""
+        """Multiply q by the scale, and by log2(e) where neither softcap nor score_mod comes in between."""
         score = self.problem.score
-        return q * (score.scale if score.softcap else score.scale * LOG2E)
+        return q * (score.scale if score.softcap or self.score_mod else score.scale * LOG2E)
 
     def score(
         self, q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, tile: Tile, visible: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Give the tile's scores in base 2, -inf where hidden, and the softcap's derivative."""
-        softcap, slope = self.problem.score.softcap, None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Give the tile's scores in base 2, -inf where hidden, the softcap's slope, and what the score_mod was given.
+
+        A score_mod works in natural-log units, so that base 2 comes after it.
+        """
+        softcap, slope, given = self.problem.score.softcap, None, None
+        base = 1.0 if self.score_mod else LOG2E
         score = product(q, k.mT)
         if softcap:
             capped = torch.tanh(score / softcap)
-            score, slope = capped * (softcap * LOG2E), 1 - capped.square()
+            score, slope = capped * (softcap * base), 1 - capped.square()
         if bias is not None:
-            score = score + bias * LOG2E
+            score = score + bias * base
         if self.tensors.alibi_slopes is not None:
             slopes = self.per_head(self.tensors.alibi_slopes, tile.q_start, tile.q_stop)
-            score = score - slopes[..., None] * LOG2E * self.geometry.distance(tile)
+            score = score - slopes[..., None] * base * self.geometry.distance(tile)
+        if self.score_mod is not None:
+            given = score if visible is None else score.masked_fill(~visible, 0)
+            score = self.score_mod(given, self.pairs(tile)) * LOG2E
         if visible is not None:
             score = score.masked_fill(~visible, -math.inf)
-        return score, slope
+        return score, slope, given
 
     def bias(self, tile: Tile) -> torch.Tensor | None:
         """Cut the bias to the tile."""

@@ -12,22 +12,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Union
 
 import torch
 
-from tilewise.backends import triton_decode
+from tilewise.backends import triton_decode, triton_mods
 from tilewise.backends.extents import clip, contiguous, entries, is_bshd, launch_options, tile_count, unit_of
 from tilewise.backends.triton_decode import decode
+from tilewise.backends.triton_mods import why_not_backward
 from tilewise.machine.detect import detect
 from tilewise.machine.tiles import Kind, Tiles, default_tiles, padded_dim
+from tilewise.problem.mods import captured_of
 from tilewise.problem.problem import Grads, Needs, Problem, Tensors
 
 if TYPE_CHECKING:
+    from tilewise.backends.launch import Parts
     from tilewise.kernels.share import Jitted
     from tilewise.machine.device import Capability
 
-__all__ = ["backward", "decode", "forward", "prepare", "tiles", "why_not"]
+__all__ = ["backward", "decode", "forward", "prepare", "tiles", "why_not", "why_not_backward"]
 
 name = "triton_portable"
 
@@ -76,6 +79,7 @@ def tiles(problem: Problem) -> Tiles:
 def _tiles(problem: Problem, kind: Kind) -> Tiles:
     dims = max(problem.dim_qk, 1), max(problem.dim_v, 1)
     sizes = default_tiles(_capability(problem.device), *dims, problem.itemsize, kind)
+    sizes = triton_mods.within_lists(problem, sizes)
     return _unrolled(sizes) if _multiplies_without_matrix_units(problem, kind) else sizes
 
 
@@ -164,6 +168,8 @@ class Forward:
     def __call__(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute out, contiguous in the user's order of axes, and lse, or None for it."""
         read = self._read_of(tensors)
+        if self._problem.mods is not None:
+            read += triton_mods.pointers(captured_of(tensors))
         q, k, v = read[:3]
         if self._is_like_q:  # the cheaper question
             out = torch.empty_like(q)
@@ -185,7 +191,7 @@ class Forward:
         from tilewise.kernels.triton.forward import attention_forward
 
         problem, sizes = self._problem, self._sizes or tiles(self._problem)
-        tensors = Tensors(*given)  # type: ignore[arg-type]  # q, k and v are there
+        tensors = given if isinstance(given, Tensors) else Tensors(*given)  # type: ignore[arg-type]  # q, k and v are there
         matrices = {x: getattr(tensors, x).as_strided(*problem.specs[x][:2]) for x in ("q", "k", "v")}
         matrices["out"] = out.transpose(1, 2) if is_bshd(problem) else out
         unit = unit_of(*matrices.values())
@@ -200,7 +206,8 @@ class Forward:
             "PRECISION": precision(problem),
             "tiles": count,
         }
-        launch = _prepare(attention_forward, grid, arguments, sizes, self._names)
+        names = (*self._names, *triton_mods.pointer_names(captured_of(tensors)))
+        launch = _prepare(attention_forward, grid, arguments, sizes, names)
         if launch is None:
             return lambda _: _launch(attention_forward, grid, arguments, sizes)
         self._launches[key] = launch
@@ -224,7 +231,10 @@ def backward(
     needs: Needs,
     sizes: BackwardTiles | None = None,
 ) -> Grads:
-    """Differentiate `forward`, recomputing each tile of p from lse; d_out or d_lse may be None for zero."""
+    """Differentiate `forward`, recomputing each tile of p from lse; d_out or d_lse may be None for zero.
+
+    What a score_mod's tensors get is added to the buffers beside them, with atomic additions.
+    """
     from tilewise.kernels.triton import backward as kernels
 
     q, k, v = tensors.q, tensors.k, tensors.v
@@ -256,10 +266,12 @@ def backward(
 
     rows = -(-problem.total_q // by_queries.block_q)
     launch(kernels.prepare_rows, rows * heads, tiles=rows, BLOCK_DIM_V=padded_dim(problem.dim_v))
-    if dk is not None or dv is not None:
+    scatter = any(x is not None for x in captured_of(tensors).gradients)
+    if dk is not None or dv is not None or scatter:
         count = tile_count(problem, problem.total_kv, by_keys.block_kv)
-        for part, blocks, pieces in _key_passes(problem, by_keys, dk, dv):
-            own = {"tiles": count, **_blocks(problem, blocks)}
+        for part, blocks, pieces in _key_passes(problem, by_keys, dk, dv, scatter):
+            mods = triton_mods.arguments(problem, tensors, by_key=True, scatter=scatter and len(part) != 1)
+            own = {"tiles": count, **_blocks(problem, blocks), **mods}
             launch(kernels.key_gradients, count * heads // problem.group, blocks, pieces, **own, **part)
     if dq is not None:
         count = tile_count(problem, problem.total_q, by_queries.block_q)
@@ -272,12 +284,13 @@ def backward(
 
 
 def _key_passes(
-    problem: Problem, sizes: Tiles, dk: torch.Tensor | None, dv: torch.Tensor | None
+    problem: Problem, sizes: Tiles, dk: torch.Tensor | None, dv: torch.Tensor | None, scatter: bool
 ) -> Iterator[tuple[Arguments, Tiles, int]]:
     """Give the passes over keys and their pieces: one for dk and dv, or, where no program can hold both, one for each.
 
     Two passes compute the scores twice, and are faster all the same at head dim 256, where one pass spills. dv's sum
-    alone leaves room for twice the queries. Where head dims come in pieces, the programs of a pass own one each.
+    alone leaves room for twice the queries. Where head dims come in pieces, the programs of a pass own one each. What
+    is scattered to a score_mod's tensors must be added once: where there are two passes, it has a third.
     """
     pieces_dk, pieces_dv = sizes.pieces(problem.dim_qk), sizes.pieces(problem.dim_v)
     small = padded_dim(problem.dim_qk) + padded_dim(problem.dim_v) <= 256 or sizes.block_kv < 128
@@ -287,7 +300,13 @@ def _key_passes(
     if dk is not None:
         yield {"dv_ptr": None}, sizes, pieces_dk
     if dv is not None:
-        yield {"dk_ptr": None}, (sizes if small else replace(sizes, block_q=2 * sizes.block_q)), pieces_dv
+        yield (
+            {"dk_ptr": None},
+            (sizes if small else triton_mods.within_lists(problem, replace(sizes, block_q=2 * sizes.block_q))),
+            pieces_dv,
+        )
+    if scatter:
+        yield {"dk_ptr": None, "dv_ptr": None}, sizes, 1
 
 
 def _bias_gradient(problem: Problem, bias: torch.Tensor, sizes: Tiles, launch: Callable[..., None]) -> torch.Tensor:
@@ -331,7 +350,7 @@ def _sink_gradient(problem: Problem, sink: torch.Tensor, launch: Callable[..., N
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
-Argument = torch.Tensor | int | float | str | bool | None
+Argument = Union[torch.Tensor, int, float, str, bool, None, "Jitted", "Parts"]
 Arguments = dict[str, Argument]
 
 
@@ -383,6 +402,7 @@ def _features(problem: Problem, tensors: Tensors) -> Arguments:
         "scale": score.scale,
         "left": clip(band.left, problem),
         "right": clip(band.right, problem),
+        **triton_mods.arguments(problem, tensors),
         "batch": problem.batch,
         "heads": problem.heads_q,
         "group": problem.group,

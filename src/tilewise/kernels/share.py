@@ -6,7 +6,9 @@ values apart from runtime ones by itself. So the rule of `tilewise.problem.block
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import linecache
 from collections.abc import Callable
 from types import FunctionType
 from typing import Protocol
@@ -38,6 +40,33 @@ def share(function: Callable[..., object], jit: Callable[[object], Jitted] = tri
     copy.__module__, copy.__qualname__, copy.__doc__ = function.__module__, function.__qualname__, function.__doc__
     copy.__annotations__ = function.__annotations__
     return jit(copy)
+
+
+def written(source: str, name: str) -> Jitted:
+    """Compile a function for the device from text that was made at run time; equal texts give the same object.
+
+    Triton reads a function's source from its file. A text has none, and stands among the lines that Python keeps of
+    files instead, under a name that is made of the text.
+    """
+    key = hashlib.sha256(source.encode()).hexdigest()[:20]
+    found = _written.get((key, name))
+    if found is None:
+        file = f"<tilewise {key}>"
+        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+        names: dict[str, object] = {"tl": tl, "triton": triton, "__name__": __name__}
+        exec(compile(source, file, "exec"), names)  # noqa: S102 - our own translation of what the caller wrote
+        found = _written.setdefault((key, name), triton.jit(names[name]))
+        _sources[id(found)] = f"{name} of {source}"
+    return found
+
+
+def source_of(function: object) -> str | None:
+    """Give the text that `written` made a function of; None for all else."""
+    return _sources.get(id(function))
+
+
+_written: dict[tuple[str, str], Jitted] = {}
+_sources: dict[int, str] = {}  # by the ids of functions that are kept above
 
 
 def kernel(function: Callable[..., object]) -> Jitted:

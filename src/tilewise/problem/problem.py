@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from tilewise.problem.cache import Cache
+    from tilewise.problem.mods import Mods
 
 __all__ = [
     "Grads",
@@ -151,6 +152,7 @@ class Problem:
     layout: Layout
     specs: Mapping[str, Spec] = field(repr=False)
     cache: Cache | None = None
+    mods: Mods | None = None
 
     @property
     def group(self) -> int:

@@ -21,19 +21,23 @@ from tilewise.kernels.triton.steps import (
     LOG2E,
     add_pieces,
     base_of,
+    block_start,
     exponent_factor,
     finish_score,
     is_kept,
     key_blocks,
     key_range,
     load_rows,
+    mods_of,
     option,
     own_piece,
     packed_tile,
     pairs_of,
+    parts_of,
     query_blocks,
     scalar_of,
     store_rows,
+    through_mod,
     visible_pairs,
     zero_unseen,
 )
@@ -95,8 +99,11 @@ def load_saved(saved, rows):
 def tile_gradients(
     score, dp, lse, delta, q_pos, kv_pos, place, score_with, drop, visible, EXACT: tl.constexpr, PACKED: tl.constexpr
 ):
-    """Give p as dropout left it, ds, and the softcap's slope of one tile, from ``dot(q, k)`` and ``dot(d_out, v)``."""
-    score, derivative = finish_score(score, q_pos, kv_pos, place, score_with, EXACT, PACKED)
+    """Give p as dropout left it, ds before the score_mod, and the softcap's slope of one tile.
+
+    They come from ``dot(q, k)`` and ``dot(d_out, v)``.
+    """
+    score, derivative, given = finish_score(score, q_pos, kv_pos, place, score_with, EXACT, PACKED)
     p = tl.exp2(score * exponent_factor(score_with) - lse)
     if len(visible) > 0:
         p = tl.where(visible[0], p, 0.0)
@@ -110,6 +117,7 @@ def tile_gradients(
         ds = tl.where(visible[0], ds, 0.0)
         if len(derivative) > 0:
             derivative = (tl.where(visible[0], derivative[0], 0.0),)
+    ds = through_mod(ds, given, q_pos, kv_pos, place, score_with, visible)
     return p_kept, ds, derivative
 
 
@@ -119,14 +127,24 @@ def tile_gradients(
 @triton.jit
 def over_queries(
     k, v, k_source, v_source, piece, dk, dv, q_matrix, d_out_matrix, saved, kv_pos, place, left, right, seen,
-    score_with, mask, drop, first, stop,
+    score_with, mask, drop, blocks, entries,
     MASKED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr,
-    EXACT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, LIST_Q: tl.constexpr,
 ):  # fmt: skip
-    """Take a tile of keys over the blocks of queries [first, stop); tiles of scores are (block_kv, block_q) here."""
+    """Take a tile of keys over the blocks of queries [first, stop); tiles of scores are (block_kv, block_q) here.
+
+    With entries, blocks are counted in a list of tiles of LIST_Q queries.
+    """
+    first, stop = blocks
+    if LIST_Q > 0:
+        coming = block_start(entries, first, stop, LIST_Q, BLOCK_Q)
     for block in range(first, stop):
-        start = block * BLOCK_Q
+        if LIST_Q > 0:
+            start = coming
+            coming = block_start(entries, block + 1, stop, LIST_Q, BLOCK_Q)
+        else:
+            start = block * BLOCK_Q
         rows = start + tl.arange(0, BLOCK_Q)
         q_pos = rows[None, :]
         q = load_rows(q_matrix, start, seen[0], seen[1], DIM_QK, BLOCK_Q, BLOCK_DIM_QK, MASKED, UNIT)
@@ -167,21 +185,21 @@ def key_gradients(
     mask_batch_stride: tl.int64, mask_head_stride: tl.int64, mask_q_stride: tl.int64, mask_kv_stride: tl.int64,
     slopes_batch_stride: tl.int64, slopes_head_stride: tl.int64,
     tiles: tl.int32, batch: tl.int32, heads: tl.int32, group: tl.int32, len_q: tl.int32, len_kv: tl.int32,
-    bias_width: tl.int32, left, right, scale: tl.float32, softcap, dropout,
+    bias_width: tl.int32, left, right, scale: tl.float32, softcap, dropout, mods: tl.tuple,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr, TOP_LEFT: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    MASK_MOD: tl.constexpr, LIST_Q: tl.constexpr, LIST_KV: tl.constexpr, LIST_BARE: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one tile of keys, summed over the query heads that share it; either may be None.
 
     Where a head dim comes in pieces, only one may be asked for, whose pieces the grid's second axis counts.
     """
     PACKED: tl.constexpr = cu_q_ptr is not None
-    WIDE: tl.constexpr = DIM_V > BLOCK_DIM_V if dk_ptr is None else DIM_QK > BLOCK_DIM_QK
-    piece = tl.program_id(1) if WIDE else 0
-    program = tl.program_id(0)
-    tile = program % tiles  # early keys are seen by most queries when causal: longest first
-    kv_head = program // tiles % (heads // group)
+    BARE: tl.constexpr = mask_ptr is None and MASK_MOD is None
+    piece = tl.program_id(1) if (DIM_V > BLOCK_DIM_V if dk_ptr is None else DIM_QK > BLOCK_DIM_QK) else 0
+    program = tl.program_id(0)  # early keys are seen by most queries when causal: longest first
+    tile, kv_head = program % tiles, program // tiles % (heads // group)
     if PACKED:
         sequence, _, start, kv_base, len_kv, q_base, len_q = packed_tile(
             tile, cu_k_ptr, cu_q_ptr, batch, len_kv, len_q, BLOCK_KV
@@ -192,7 +210,7 @@ def key_gradients(
         return
     kv_start, kv_stop = key_range(sequence, kv_start_ptr, kv_stop_ptr, len_kv, left, right)
     place = (len_q, kv_start, kv_stop, 0 if TOP_LEFT else len_kv - len_q)
-    edges, seen = query_blocks(start, place, left, right, BLOCK_Q, BLOCK_KV, mask_ptr is None)
+    edges, seen = query_blocks(start, place, left, right, BLOCK_Q, BLOCK_KV, BARE)
 
     k = base_of(k_ptr, sequence, kv_head, kv_base, k_batch_stride, k_head_stride, k_row_stride, UNIT)
     v = base_of(v_ptr, sequence, kv_head, kv_base, v_batch_stride, v_head_stride, v_row_stride, UNIT)
@@ -215,25 +233,27 @@ def key_gradients(
         )
         alibi = scalar_of(slopes_ptr, sequence, head, slopes_batch_stride, slopes_head_stride)
         drop = () if seed_ptr is None else (tl.load(seed_ptr), dropout, head, sequence)
-        for part in tl.static_range(3):  # masked, bare, masked
-            if (right is not None or mask_ptr is not None) if part == 0 else mask_ptr is None:
+        score_mod, mask_mod = mods_of(mods, sequence, head, SCORE_MOD, SCORE_GRADIENT, MASK_MOD)
+        parts, entries = parts_of(edges, mods, sequence, head, start, LIST_KV, LIST_Q, BLOCK_Q)
+        for part in tl.static_range(3):  # masked, bare, masked; or listed: partial, full
+            if part < 2 if LIST_Q > 0 else ((right is not None or not BARE) if part == 0 else BARE):
                 dk, dv = over_queries(
-                    k, v, k_source, v_source, piece, dk, dv,
-                    (q, q_row_stride, q_dim_stride), (g, d_out_row_stride, d_out_dim_stride),
-                    (saved, saved_plane_stride), kv_pos, place, left, right, seen,
-                    (scale, option(softcap), bias, alibi), mask, drop, edges[part], edges[part + 1],
-                    part != 1, dk_ptr is not None, dv_ptr is not None, DIM_QK, DIM_V, BLOCK_Q, BLOCK_DIM_QK,
-                    BLOCK_DIM_V, UNIT, EXACT, PACKED, PRECISION,
+                    k, v, k_source, v_source, piece, dk, dv, (q, q_row_stride, q_dim_stride),
+                    (g, d_out_row_stride, d_out_dim_stride), (saved, saved_plane_stride), kv_pos, place, left, right,
+                    seen, (scale, option(softcap), bias, alibi, score_mod),
+                    (mask, () if LIST_Q > 0 and part == 1 else mask_mod), drop, parts[part], entries[part],
+                    part != 1 or not LIST_BARE, dk_ptr is not None, dv_ptr is not None, DIM_QK, DIM_V, BLOCK_Q,
+                    BLOCK_DIM_QK, BLOCK_DIM_V, UNIT, EXACT, PACKED, PRECISION, LIST_Q,
                 )  # fmt: skip
     inside = (kv_pos >= kv_start) & (kv_pos < kv_stop)
     if dk_ptr is not None:
         base = base_of(dk_ptr, sequence, kv_head, kv_base, dk_batch_stride, dk_head_stride, dk_row_stride, UNIT)
-        dk = tl.where(inside, dk * scale, 0.0)
-        store_rows((base, dk_row_stride, dk_dim_stride), start, len_kv, dk, DIM_QK, BLOCK_KV, BLOCK_DIM_QK, UNIT, piece)
+        matrix, dk = (base, dk_row_stride, dk_dim_stride), tl.where(inside, dk * scale, 0.0)
+        store_rows(matrix, start, len_kv, dk, DIM_QK, BLOCK_KV, BLOCK_DIM_QK, UNIT, piece)
     if dv_ptr is not None:
         base = base_of(dv_ptr, sequence, kv_head, kv_base, dv_batch_stride, dv_head_stride, dv_row_stride, UNIT)
-        dv = tl.where(inside, dv, 0.0)
-        store_rows((base, dv_row_stride, dv_dim_stride), start, len_kv, dv, DIM_V, BLOCK_KV, BLOCK_DIM_V, UNIT, piece)
+        matrix, dv = (base, dv_row_stride, dv_dim_stride), tl.where(inside, dv, 0.0)
+        store_rows(matrix, start, len_kv, dv, DIM_V, BLOCK_KV, BLOCK_DIM_V, UNIT, piece)
 
 
 # ---- the gradient of queries ----------------------------------------------------------------------------------------
@@ -242,19 +262,26 @@ def key_gradients(
 @triton.jit
 def over_keys(
     q, d_out, q_source, d_out_source, piece, dq, k_matrix, v_matrix, lse, delta, q_pos, place, left, right, seen,
-    score_with, mask, drop, first, stop,
+    score_with, mask, drop, blocks, entries,
     MASKED: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, LIST_KV: tl.constexpr,
 ):  # fmt: skip
-    """Take a tile of queries over the blocks of keys [first, stop)."""
+    """Take a tile of queries over the blocks of keys [first, stop), or over as many blocks of the entries of a list."""
+    first, stop = blocks
+    if LIST_KV > 0:
+        coming = block_start(entries, first, stop, LIST_KV, BLOCK_KV)
     for block in range(first, stop):
-        start = block * BLOCK_KV
+        if LIST_KV > 0:
+            start = coming
+            coming = block_start(entries, block + 1, stop, LIST_KV, BLOCK_KV)
+        else:
+            start = block * BLOCK_KV
         kv_pos = (start + tl.arange(0, BLOCK_KV))[None, :]
         k = load_rows(k_matrix, start, seen[0], seen[1], DIM_QK, BLOCK_KV, BLOCK_DIM_QK, MASKED, UNIT)
         v = load_rows(v_matrix, start, seen[0], seen[1], DIM_V, BLOCK_KV, BLOCK_DIM_V, MASKED, UNIT)
         visible = (visible_pairs(q_pos, kv_pos, place, left, right, mask),) if MASKED else ()
-        if len(mask) > 0:
+        if len(mask[0]) + len(mask[1]) > 0:
             k = zero_unseen(k, visible[0])
         k_source, v_source = (k_matrix, start, seen[0], seen[1]), (v_matrix, start, seen[0], seen[1])
         score = tl.dot(q, k.T, input_precision=PRECISION)
@@ -266,7 +293,7 @@ def over_keys(
         )
         if len(derivative) > 0:
             ds = ds * derivative[0]
-        unseen = visible if len(mask) > 0 else ()
+        unseen = visible if len(mask[0]) + len(mask[1]) > 0 else ()
         k = own_piece(k, k_source, unseen, piece, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
@@ -286,13 +313,15 @@ def query_gradients(
     mask_batch_stride: tl.int64, mask_head_stride: tl.int64, mask_q_stride: tl.int64, mask_kv_stride: tl.int64,
     slopes_batch_stride: tl.int64, slopes_head_stride: tl.int64,
     tiles: tl.int32, batch: tl.int32, heads: tl.int32, group: tl.int32, len_q: tl.int32, len_kv: tl.int32,
-    bias_width: tl.int32, left, right, scale: tl.float32, softcap, dropout,
+    bias_width: tl.int32, left, right, scale: tl.float32, softcap, dropout, mods: tl.tuple,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr, TOP_LEFT: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    MASK_MOD: tl.constexpr, LIST_Q: tl.constexpr, LIST_KV: tl.constexpr, LIST_BARE: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of one tile of queries; the grid's second axis counts pieces of its columns."""
     PACKED: tl.constexpr = cu_q_ptr is not None
+    BARE: tl.constexpr = mask_ptr is None and MASK_MOD is None
     piece = tl.program_id(1) if DIM_QK > BLOCK_DIM_QK else 0
     program = tl.program_id(0)
     tile = tiles - 1 - program % tiles  # late queries see most keys when causal: longest first
@@ -307,7 +336,8 @@ def query_gradients(
         return
     kv_start, kv_stop = key_range(sequence, kv_start_ptr, kv_stop_ptr, len_kv, left, right)
     place = (len_q, kv_start, kv_stop, 0 if TOP_LEFT else len_kv - len_q)
-    edges, seen = key_blocks(q_start, place, left, right, BLOCK_Q, BLOCK_KV, mask_ptr is None)
+    edges, seen = key_blocks(q_start, place, left, right, BLOCK_Q, BLOCK_KV, BARE)
+    parts, entries = parts_of(edges, mods, sequence, head, q_start, LIST_Q, LIST_KV, BLOCK_KV)
 
     q = base_of(q_ptr, sequence, head, q_base, q_batch_stride, q_head_stride, q_row_stride, UNIT)
     k = base_of(k_ptr, sequence, head // group, kv_base, k_batch_stride, k_head_stride, k_row_stride, UNIT)
@@ -329,14 +359,18 @@ def query_gradients(
     d_out = load_rows(d_out_source[0], q_start, 0, len_q, DIM_V, BLOCK_Q, BLOCK_DIM_V, True, UNIT)
     lse, delta = load_saved((saved, saved_plane_stride), rows)
     dq = tl.zeros([BLOCK_Q, BLOCK_DIM_QK], tl.float32)
-    for part in tl.static_range(3):  # masked, bare, masked
-        if (left is not None or kv_start_ptr is not None or mask_ptr is not None) if part == 0 else mask_ptr is None:
+    score_mod, mask_mod = mods_of(mods, sequence, head, SCORE_MOD, SCORE_GRADIENT, MASK_MOD)
+    HEAD_MASKED: tl.constexpr = left is not None or kv_start_ptr is not None or not BARE
+    for part in tl.static_range(3):  # masked, bare, masked; or listed: partial, full
+        if part < 2 if LIST_KV > 0 else (HEAD_MASKED if part == 0 else BARE):
             dq = over_keys(
                 q, d_out, q_source, d_out_source, piece, dq,
                 (k, k_row_stride, k_dim_stride), (v, v_row_stride, v_dim_stride),
                 lse[:, None], delta[:, None], rows[:, None], place, left, right, seen,
-                (scale, option(softcap), bias, alibi), mask, drop, edges[part], edges[part + 1],
-                part != 1, DIM_QK, DIM_V, BLOCK_KV, BLOCK_DIM_QK, BLOCK_DIM_V, UNIT, EXACT, PACKED, PRECISION,
+                (scale, option(softcap), bias, alibi, score_mod), (mask, () if LIST_KV > 0 and part == 1 else mask_mod),
+                drop,
+                parts[part], entries[part], part != 1 or not LIST_BARE, DIM_QK, DIM_V, BLOCK_KV, BLOCK_DIM_QK,
+                BLOCK_DIM_V, UNIT, EXACT, PACKED, PRECISION, LIST_KV,
             )  # fmt: skip
     base = base_of(dq_ptr, sequence, head, q_base, dq_batch_stride, dq_head_stride, dq_row_stride, UNIT)
     store_rows(

@@ -17,6 +17,7 @@ from tilewise.kernels.triton.steps import (
     key_blocks,
     key_range,
     load_rows,
+    mods_of,
     option,
     packed_tile,
     pairs_of,
@@ -74,10 +75,11 @@ def bias_gradient(
     batch: tl.int32, heads: tl.int32, group: tl.int32, len_q: tl.int32, len_kv: tl.int32, bias_width: tl.int32,
     q_tiles: tl.int32, kv_tiles: tl.int32,
     sequence_span: tl.int32, head_span: tl.int32, q_span: tl.int32, kv_span: tl.int32,
-    left, right, scale: tl.float32, softcap, dropout,
+    left, right, scale: tl.float32, softcap, dropout, mods: tl.tuple,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr, TOP_LEFT: tl.constexpr,
     Q_SUM: tl.constexpr, KV_SUM: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, MASK_MOD: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of dbias: the sum of ds over every axis along which the bias was broadcast.
 
@@ -111,25 +113,19 @@ def bias_gradient(
         g = base_of(d_out_ptr, sequence, head, q_base, d_out_batch_stride, d_out_head_stride, d_out_row_stride, UNIT)
         saved = base_of(saved_ptr, sequence, head, q_base, saved_batch_stride, saved_head_stride, 1, 1)
         bias = pairs_of(
-            bias_ptr,
-            sequence,
-            head,
-            q_base,
-            bias_batch_stride,
-            bias_head_stride,
-            bias_q_stride,
-            bias_kv_stride,
+            bias_ptr, sequence, head, q_base, bias_batch_stride, bias_head_stride, bias_q_stride, bias_kv_stride,
             bias_width,
-        )
+        )  # fmt: skip
         mask = pairs_of(
             mask_ptr, sequence, head, q_base, mask_batch_stride, mask_head_stride, mask_q_stride, mask_kv_stride, len_kv
         )
         alibi = scalar_of(slopes_ptr, sequence, head, slopes_batch_stride, slopes_head_stride)
         drop = () if seed_ptr is None else (tl.load(seed_ptr), dropout, head, sequence)
+        score_mod, mask_mod = mods_of(mods, sequence, head, SCORE_MOD, SCORE_GRADIENT, MASK_MOD)
         acc = add_tiles(
             acc, (q, q_row_stride, q_dim_stride), (g, d_out_row_stride, d_out_dim_stride),
             (k, k_row_stride, k_dim_stride), (v, v_row_stride, v_dim_stride), (saved, saved_plane_stride), start, place,
-            left, right, seen, (scale, option(softcap), bias, alibi), mask, drop,
+            left, right, seen, (scale, option(softcap), bias, alibi, score_mod), (mask, mask_mod), drop,
             tl.maximum(edges[0], kv_first), tl.minimum(edges[3], kv_first + kv_span),
             DIM_QK, DIM_V, BLOCK_Q, BLOCK_KV, BLOCK_DIM_QK, BLOCK_DIM_V, UNIT, EXACT, PACKED, PRECISION,
         )  # fmt: skip

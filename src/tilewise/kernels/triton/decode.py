@@ -252,9 +252,9 @@ def attend_cache(
         k = load_tokens(k_matrix, rows, inside, DIM_QK, BLOCK_KV, BLOCK_DIM_QK, UNIT_K, SCATTERED).to(q.dtype)
         v = load_tokens(v_matrix, rows, inside, DIM_V, BLOCK_KV, BLOCK_DIM_V, UNIT_V, SCATTERED).to(q.dtype)
         kv_pos = tokens[None, :]
-        visible = visible_pairs(q_pos, kv_pos, place, left, right, ())
+        visible = visible_pairs(q_pos, kv_pos, place, left, right, ((), ()))
         score = tl.dot(q, k.T, input_precision=PRECISION)
-        score, _ = finish_score(score, q_pos, kv_pos, place, score_with, EXACT, False)
+        score, _, _ = finish_score(score, q_pos, kv_pos, place, score_with, EXACT, False)
         score = tl.where(visible, score * factor, -float("inf"))
         row_max_new = tl.maximum(row_max, tl.max(score, 1))
         anchor = tl.where(row_max_new == -float("inf"), 0.0, row_max_new)
@@ -331,7 +331,7 @@ def attention_decode(
     state = attend_cache(
         q, k_matrix, v_matrix, table, q_pos[:, None], fresh_state(BLOCK_Q, BLOCK_DIM_V),
         (len_q, kv_start, kv_stop, offset), left, right, (seen_start, seen_stop),
-        (scale, option(softcap), (), alibi), begin, end,
+        (scale, option(softcap), (), alibi, ()), begin, end,
         DIM_QK, DIM_V, BLOCK_KV, BLOCK_DIM_QK, BLOCK_DIM_V, UNIT_K, UNIT_V, SCATTERED, EXACT, PRECISION,
     )  # fmt: skip
     row_max, row_sum, acc = state

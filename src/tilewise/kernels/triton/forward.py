@@ -18,15 +18,18 @@ from tilewise.kernels.triton.steps import (
     LOG2E,
     add_pieces,
     base_of,
+    block_start,
     exponent_factor,
     finish_score,
     is_kept,
     key_blocks,
     key_range,
     load_rows,
+    mods_of,
     option,
     packed_tile,
     pairs_of,
+    parts_of,
     scalar_of,
     store_rows,
     visible_pairs,
@@ -36,28 +39,41 @@ from tilewise.kernels.triton.steps import (
 
 @triton.jit
 def attend(
-    q, q_source, k_matrix, v_matrix, piece, q_pos, state, place, left, right, seen, score_with, mask, drop, first, stop,
+    q, q_source, k_matrix, v_matrix, piece, q_pos, state, place, left, right, seen, score_with, mask, drop, blocks,
+    entries,
     MASKED: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, NEGATIVE: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, NEGATIVE: tl.constexpr, LIST_KV: tl.constexpr,
 ):  # fmt: skip
-    """Take the queries over the blocks of keys [first, stop); give the new (row_max, row_sum, acc)."""
+    """Take the queries over the blocks of keys [first, stop); give the new (row_max, row_sum, acc).
+
+    With entries, blocks are counted in a list of tiles of LIST_KV keys.
+    """
     row_max, row_sum, acc = state
     seen_start, seen_stop = seen
     factor = exponent_factor(score_with)
+    first, stop = blocks
+    if LIST_KV > 0:
+        coming = block_start(entries, first, stop, LIST_KV, BLOCK_KV)
     for block in range(first, stop):
-        start = block * BLOCK_KV
+        if LIST_KV > 0:
+            start = coming
+            coming = block_start(entries, block + 1, stop, LIST_KV, BLOCK_KV)
+        else:
+            start = block * BLOCK_KV
         kv_pos = (start + tl.arange(0, BLOCK_KV))[None, :]
         k = load_rows(k_matrix, start, seen_start, seen_stop, DIM_QK, BLOCK_KV, BLOCK_DIM_QK, MASKED, UNIT)
         v = load_rows(v_matrix, start, seen_start, seen_stop, DIM_V, BLOCK_KV, BLOCK_DIM_V, MASKED, UNIT, piece)
         if MASKED:
             visible = visible_pairs(q_pos, kv_pos, place, left, right, mask)
-            if len(mask) > 0:
+            if len(mask[0]) > 0:
                 k, v = zero_unseen(k, visible), zero_unseen(v, visible)
+            elif len(mask[1]) > 0:  # a hidden key's score is replaced, whatever it is
+                v = zero_unseen(v, visible)
         score = tl.dot(q, k.T, input_precision=PRECISION)
         k_source = (k_matrix, start, seen_start, seen_stop)
         score = add_pieces(score, q_source, k_source, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT, PRECISION, NEGATIVE)
-        score, _ = finish_score(score, q_pos, kv_pos, place, score_with, EXACT, PACKED)
+        score, _, _ = finish_score(score, q_pos, kv_pos, place, score_with, EXACT, PACKED)
         if MASKED:
             score = tl.where(visible, score, -float("inf"))
         row_max_new = tl.maximum(row_max, tl.max(score, 1) * factor)
@@ -89,6 +105,14 @@ def add_sink(state, sink):
     return row_max_new, row_sum * rescale + tl.exp2(sink - anchor), acc * rescale[:, None]
 
 
+@triton.jit
+def normalised(state, kept):
+    """Give the rows of out and of lse; ``kept`` is the share that dropout leaves."""
+    row_max, row_sum, acc = state
+    row_sum_or_1 = tl.where(row_sum == 0, 1.0, row_sum)
+    return acc / (row_sum_or_1 * kept)[:, None], row_max * LN2 + tl.log(row_sum_or_1)
+
+
 @kernel
 def attention_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
@@ -103,10 +127,11 @@ def attention_forward(
     sink_batch_stride: tl.int64, sink_head_stride: tl.int64,
     slopes_batch_stride: tl.int64, slopes_head_stride: tl.int64,
     tiles: tl.int32, batch: tl.int32, heads: tl.int32, group: tl.int32, len_q: tl.int32, len_kv: tl.int32,
-    bias_width: tl.int32, left, right, scale: tl.float32, softcap, dropout,
+    bias_width: tl.int32, left, right, scale: tl.float32, softcap, dropout, mods: tl.tuple,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr, TOP_LEFT: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, NEGATIVE: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, NEGATIVE: tl.constexpr, SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr, LIST_Q: tl.constexpr, LIST_KV: tl.constexpr, LIST_BARE: tl.constexpr,
 ):  # fmt: skip
     """Compute out and lse of one tile of queries; ``backends/triton_portable.py`` says what each argument is.
 
@@ -116,7 +141,7 @@ def attention_forward(
     would keep the products from reading it in shared memory.
     """
     PACKED: tl.constexpr = cu_q_ptr is not None
-    BARE: tl.constexpr = mask_ptr is None
+    BARE: tl.constexpr = mask_ptr is None and MASK_MOD is None
     HEAD_MASKED: tl.constexpr = left is not None or kv_start_ptr is not None or not BARE
     program = tl.program_id(0)
     piece = tl.program_id(1) if DIM_V > BLOCK_DIM_V else 0
@@ -135,6 +160,7 @@ def attention_forward(
     kv_start, kv_stop = key_range(sequence, kv_start_ptr, kv_stop_ptr, len_kv, left, right)
     place = (len_q, kv_start, kv_stop, offset)
     edges, seen = key_blocks(q_start, place, left, right, BLOCK_Q, BLOCK_KV, BARE)
+    parts, entries = parts_of(edges, mods, sequence, head, q_start, LIST_Q, LIST_KV, BLOCK_KV)
     q = base_of(q_ptr, sequence, head, q_base, q_batch_stride, q_head_stride, q_row_stride, UNIT)
     k = base_of(k_ptr, sequence, head // group, kv_base, k_batch_stride, k_head_stride, k_row_stride, UNIT)
     v = base_of(v_ptr, sequence, head // group, kv_base, v_batch_stride, v_head_stride, v_row_stride, UNIT)
@@ -156,23 +182,20 @@ def attention_forward(
     q = -q if NEGATIVE else q
     factor = tl.maximum(tl.abs(scale), 1e-30)
     state = fresh_state(BLOCK_Q, BLOCK_DIM_V)
-    for part in tl.static_range(3):  # masked, bare, masked
-        if HEAD_MASKED if part == 0 else BARE:
+    score_mod, mask_mod = mods_of(mods, sequence, head, SCORE_MOD, None, MASK_MOD)
+    for part in tl.static_range(3):  # masked, bare, masked; or listed: partial, full
+        if part < 2 if LIST_KV > 0 else (HEAD_MASKED if part == 0 else BARE):
             state = attend(
                 q, q_source, (k, k_row_stride, k_dim_stride), (v, v_row_stride, v_dim_stride), piece, rows[:, None],
-                state, place, left, right, seen, (factor, option(softcap), bias, alibi), mask, drop, edges[part],
-                edges[part + 1], part != 1, DIM_QK, DIM_V, BLOCK_KV, BLOCK_DIM_QK, BLOCK_DIM_V, UNIT, EXACT, PACKED,
-                PRECISION, NEGATIVE,
+                state, place, left, right, seen, (factor, option(softcap), bias, alibi, score_mod),
+                (mask, () if LIST_KV > 0 and part == 1 else mask_mod), drop, parts[part], entries[part],
+                part != 1 or not LIST_BARE, DIM_QK, DIM_V, BLOCK_KV, BLOCK_DIM_QK, BLOCK_DIM_V, UNIT, EXACT, PACKED,
+                PRECISION, NEGATIVE, LIST_KV,
             )  # fmt: skip
     if len(sink) > 0:
         state = add_sink(state, tl.where(is_tail, -float("inf"), sink[0] * LOG2E))
-    row_max, row_sum, acc = state
-    row_sum_or_1 = tl.where(row_sum == 0, 1.0, row_sum)
-    kept = 1.0 if seed_ptr is None else 1.0 - dropout
-    store_rows(
-        (out, out_row_stride, out_dim_stride), q_start, len_q, acc / (row_sum_or_1 * kept)[:, None],
-        DIM_V, BLOCK_Q, BLOCK_DIM_V, UNIT, piece,
-    )  # fmt: skip
+    acc, lse_rows = normalised(state, 1.0 if seed_ptr is None else 1.0 - dropout)
+    store_rows((out, out_row_stride, out_dim_stride), q_start, len_q, acc, DIM_V, BLOCK_Q, BLOCK_DIM_V, UNIT, piece)
     if lse_ptr is not None:
         lse = base_of(lse_ptr, sequence, head, q_base, lse_batch_stride, lse_head_stride, lse_row_stride, 1)
-        tl.store(lse + rows * lse_row_stride, row_max * LN2 + tl.log(row_sum_or_1), mask=rows < len_q)
+        tl.store(lse + rows * lse_row_stride, lse_rows, mask=rows < len_q)

@@ -152,6 +152,50 @@ def option(value):
     return () if value is None else (value,)
 
 
+# ---- what users' functions need -------------------------------------------------------------------------------------
+#
+# ``mods`` holds what a call's functions and lists of tiles need, as `tilewise.backends.triton_mods` fills it: the
+# score_mod's tensors and constants, the mask_mod's, where gradients of the score_mod's tensors go, and the lists.
+
+
+@triton.jit
+def mods_of(mods, sequence, head, SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, MASK_MOD: tl.constexpr):
+    """Gather what `finish_score` needs of a score_mod, and `visible_pairs` of a mask_mod; () for what is absent."""
+    score_mod = () if SCORE_MOD is None else (SCORE_MOD, SCORE_GRADIENT, sequence, head, mods[0], mods[1], mods[4])
+    mask_mod = () if MASK_MOD is None else (MASK_MOD, sequence, head, mods[2], mods[3])
+    return score_mod, mask_mod
+
+
+@triton.jit
+def parts_of(edges, mods, sequence, head, start, LIST: tl.constexpr, ACROSS: tl.constexpr, BLOCK: tl.constexpr):
+    """Give the ranges of blocks between the edges, masked, bare and masked; or those listed, partial and full.
+
+    With them comes where the lists lie, or () for each. A row of tiles covers LIST positions, an entry ACROSS positions
+    on the other axis, which are ``ACROSS // BLOCK`` blocks; without lists both are 0.
+    """
+    if LIST == 0:
+        parts, entries = ((edges[0], edges[1]), (edges[1], edges[2]), (edges[2], edges[3])), ((), (), ())
+    else:
+        partial_start_ptr, partial_ptr, full_start_ptr, full_ptr, batch_stride, head_stride = mods[5]
+        row = sequence * batch_stride + head * head_stride + start // LIST
+        EACH: tl.constexpr = ACROSS // BLOCK
+        partial = (tl.load(partial_start_ptr + row) * EACH, tl.load(partial_start_ptr + row + 1) * EACH)
+        full = (tl.load(full_start_ptr + row) * EACH, tl.load(full_start_ptr + row + 1) * EACH)
+        parts, entries = (partial, full, full), (partial_ptr, full_ptr, full_ptr)
+    return parts, entries
+
+
+@triton.jit
+def block_start(entries, number, stop, ACROSS: tl.constexpr, BLOCK: tl.constexpr):
+    """Say where a block begins, the ``number``-th of those listed; 0 behind the last, which nobody computes.
+
+    A loop asks for the next one ahead of time: what it loads then waits for no other load.
+    """
+    EACH: tl.constexpr = ACROSS // BLOCK
+    tile = tl.load(entries + number // EACH, mask=number < stop, other=0)
+    return tile * ACROSS + number % EACH * BLOCK
+
+
 @triton.jit
 def tile_pointers(
     base, start, row_stride, dim_stride, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, UNIT: tl.constexpr
@@ -292,12 +336,23 @@ def tanh(x, EXACT: tl.constexpr):
 
 @triton.jit
 def visible_pairs(q_pos, kv_pos, place, left, right, mask):
-    """Say which pairs of the tile are visible. Rows behind the last query see nothing."""
+    """Say which pairs of the tile are visible; mask is a dense one and a mask_mod. Rows behind the last see nothing."""
     len_q, kv_start, kv_stop, offset = place
+    pairs, mod = mask
     visible = is_visible(q_pos, kv_pos, kv_start, kv_stop, left, right, offset) & (q_pos < len_q)
-    if len(mask) > 0:
-        visible = visible & (load_pairs(mask, q_pos, kv_pos, len_q, False) != 0)
+    if len(pairs) > 0:
+        visible = visible & (load_pairs(pairs, q_pos, kv_pos, len_q, False) != 0)
+    if len(mod) > 0:
+        mask_mod, sequence, head, tensors, constants = mod
+        visible = visible & mask_mod(sequence, head, q_pos, kv_pos, tensors, constants)
     return visible
+
+
+@triton.jit
+def within(q_pos, kv_pos, place):
+    """Say which pairs of a tile are inside the lengths, where no mask is asked."""
+    len_q, kv_start, kv_stop, _ = place
+    return (q_pos < len_q) & (kv_pos >= kv_start) & (kv_pos < kv_stop)
 
 
 @triton.jit
@@ -309,32 +364,61 @@ def zero_unseen(rows, visible):
 
 @triton.jit
 def finish_score(score, q_pos, kv_pos, place, score_with, EXACT: tl.constexpr, PACKED: tl.constexpr):
-    """Make a score in base 2 of ``dot(q, k)``: scale, softcap, bias, ALiBi; and give the softcap's derivative.
+    """Make a score in base 2 of ``dot(q, k)``: scale, softcap, bias, ALiBi, score_mod; and give what gradients need.
 
-    Without softcap, bias and ALiBi the product stays as it is: the scale goes into exp2's argument, where it is free.
+    That is the softcap's derivative, and the score that the score_mod was given, each in a tuple or ().
+    Without all of them the product stays as it is: the scale goes into exp2's argument, where it is free. A score_mod
+    works in natural-log units; what it gives comes to base 2 in exp2's argument too.
     """
     len_q, _, _, offset = place
-    scale, softcap, bias, alibi = score_with
+    scale, softcap, bias, alibi, mod = score_with
+    BASE: tl.constexpr = LOG2E if len(mod) == 0 else 1.0
     derivative = ()
     if len(softcap) > 0:
         capped = tanh(score * (scale / softcap[0]), EXACT)
         derivative = (1.0 - capped * capped,)
-        score = capped * (softcap[0] * LOG2E)
-    elif len(bias) > 0 or len(alibi) > 0:
-        score = score * (scale * LOG2E)
+        score = capped * (softcap[0] * BASE)
+    elif len(bias) > 0 or len(alibi) > 0 or len(mod) > 0:
+        score = score * (scale * BASE)
     if len(bias) > 0:
-        score = score + load_pairs(bias, q_pos, kv_pos, len_q, PACKED).to(tl.float32) * LOG2E
+        score = score + load_pairs(bias, q_pos, kv_pos, len_q, PACKED).to(tl.float32) * BASE
     if len(alibi) > 0:
         distance = tl.abs(q_pos + offset - kv_pos)
-        score = score - (alibi[0] * LOG2E) * distance.to(tl.float32)
-    return score, derivative
+        score = score - (alibi[0] * BASE) * distance.to(tl.float32)
+    given = ()
+    if len(mod) > 0:
+        given = (score,)
+        score_mod, _, sequence, head, tensors, constants, _ = mod
+        score = score_mod(score, sequence, head, q_pos, kv_pos, tensors, constants)
+    return score, derivative, given
 
 
 @triton.jit
 def exponent_factor(score_with):
     """Give the factor that `finish_score` left to exp2's argument."""
-    scale, softcap, bias, alibi = score_with
-    return 1.0 if len(softcap) > 0 or len(bias) > 0 or len(alibi) > 0 else scale * LOG2E
+    scale, softcap, bias, alibi, mod = score_with
+    plain = 1.0 if len(softcap) > 0 or len(bias) > 0 or len(alibi) > 0 else scale * LOG2E
+    return LOG2E if len(mod) > 0 else plain
+
+
+@triton.jit
+def through_mod(ds, given, q_pos, kv_pos, place, score_with, visible):
+    """Take the gradient of a score back through the score_mod, adding what its tensors get to their gradients.
+
+    ``given`` holds the score that it was given, or is () where there is none; visible as in `visible_pairs`, or ().
+    Hidden pairs give nothing: their scores may be NaN, and the slopes.
+    """
+    if len(given) > 0:
+        _, gradient, sequence, head, tensors, constants, into = score_with[4]
+        d_tensors, scatters = into
+        if len(visible) > 0:
+            seen = visible[0]
+        elif len(scatters) > 0:
+            seen = within(q_pos, kv_pos, place)
+        else:
+            seen = True
+        ds = gradient(given[0], sequence, head, q_pos, kv_pos, tensors, constants, ds, d_tensors, seen)
+    return ds
 
 
 @triton.jit
