@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from tilewise.mods.capture import rebuild
-from tilewise.mods.operations import Refusal
+from tilewise.mods.operations import Refusal, operation_name
 
 Function = Callable[..., object]
 Index = torch.Tensor | int
@@ -98,8 +98,6 @@ class Loads(TorchFunctionMode):
             return function(*args, **kwargs)
         if name in VALUES and is_captured(args[0]):
             raise Refusal(f"reads the values of a tensor on the host, with {name}; index the tensor instead")
-        if name in OUT_OF_PLACE:
-            return getattr(torch.Tensor, OUT_OF_PLACE[name])(*map(self.single, args), **kwargs)
         args = tuple(self.single(value) for value in args)
         return function(*args, **{key: self.single(value) for key, value in kwargs.items()})
 
@@ -148,10 +146,6 @@ METADATA = {
     **dict.fromkeys(("dtype", "device", "ndim", "dim", "ndimension", "is_floating_point", "element_size"), False),
 }
 VALUES = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "__array__"}
-OUT_OF_PLACE = {
-    f"__i{name}__": f"__{name}__"
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-} | {f"{name}_": name for name in ("add", "sub", "mul", "div", "neg", "abs", "clamp", "exp", "tanh", "masked_fill")}
 
 
 def is_captured(value: object) -> bool:
@@ -208,18 +202,21 @@ def record(
     def traced(*values: torch.Tensor) -> tuple[object, list[object], list[list[object]]]:
         own, leaves = list(values[: count + len(numbers)]), list(values[count + len(numbers) : len(values) - gradient])
         if gradient:
-            own[0] = own[0].detach().requires_grad_()
-            leaves = [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in leaves]
+            wanted = [own[0].detach().requires_grad_()]
+            wanted += [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in leaves]
+            own[0], *leaves = (leaf.clone() for leaf in wanted)  # which the function may change in place
         loads = Loads(given, leaves)
         value = call(own, loads)
         kept.append(loads)
-        derivatives = differentiate(value, [own[0], *leaves], values[-1]) if gradient else []
+        derivatives = differentiate(value, wanted, values[-1]) if gradient else []
         return value, derivatives, [list(load.indices) for load in loads.sites]
 
     samples_in = [*samples(kind, numbers), *(torch.empty((), dtype=leaf.dtype) for leaf in first.leaves)]
     if gradient:
         samples_in.append(torch.zeros(()))
     graph = make_fx(traced, tracing_mode="fake", decomposition_table=decompositions())(*samples_in)
+    if any(node.op == "call_function" and operation_name(node).endswith("_") for node in graph.graph.nodes):
+        graph = make_fx(torch.func.functionalize(graph), tracing_mode="fake")(*samples_in)  # nothing changes in place
     return Recorded(graph, len(numbers), tuple(kept[-1].sites), tuple(kept[-1].tensors), first.reads_shapes)
 
 

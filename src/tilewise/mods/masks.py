@@ -106,7 +106,7 @@ def global_window(reach: int, is_global: Array) -> Mask:
 def prefix_lm(prefix: int | Array) -> Mask:
     """All see the first ``prefix`` keys; behind them a query sees the keys up to its own position.
 
-    ``prefix``: one length, or (batch,) ints for one of each sequence. The prefix language model of T5 (arXiv:1910.10683).
+    ``prefix``: one length, or (batch,) ints for one of each sequence. T5 calls it a prefix LM (arXiv:1910.10683).
 
     >>> print(draw(prefix_lm(2), 4, 4))
     ##..
@@ -136,7 +136,6 @@ def documents(document: Array, *, is_causal: bool = True) -> Mask:
     ...#.
     ...##
     """
-
     by_batch = len(document.shape) == 2
 
     def mask(batch: Values, head: Values, q_pos: Values, kv_pos: Values, document: Values) -> object:

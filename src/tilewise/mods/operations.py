@@ -63,6 +63,12 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
     return value._replace(text=f"tl.cast({value.text}, tl.{str(dtype)[6:]})", dtype=dtype)
 
 
+def operation_name(node: fx.Node) -> str:
+    """Give the name of the operation that a node calls, whatever its overload."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet))
+
+
 def result_type(node: fx.Node) -> torch.dtype:
     """Give the type of what an operation makes."""
     dtype: torch.dtype = node.meta["val"].dtype
@@ -166,7 +172,14 @@ def scaled_sum(sign: str, swap: bool = False) -> Write:
 def divide(of: Of, node: fx.Node) -> Value:
     rounding = node.kwargs.get("rounding_mode")
     if rounding is None:
-        return in_float("({0} / {1})")(of, node)
+        left, right = inputs(of, node, 2, torch.float32)
+        if right.number:
+            right = literal(1.0 / right.number)
+        elif right.depends:
+            return made(f"({left.text} / {right.text})", node, left, right)
+        else:  # one division for all pairs
+            right = right._replace(text=f"(1.0 / {right.text})")
+        return made(f"({left.text} * {right.text})", node, left, right)
     if rounding == "floor":
         return floor_divide(of, node)
     if result_type(node).is_floating_point:
@@ -295,6 +308,11 @@ def same(of: Of, node: fx.Node) -> Value:
     return cast(value, result_type(node))
 
 
+def copied(of: Of, node: fx.Node) -> Value:
+    """Take the second input's value in place of the first's."""
+    return cast(of(node.args[1]), result_type(node))
+
+
 def constant(position: int | None, number: float = 0.0) -> Write:
     """A tensor of one number: that of an argument, or a fixed one."""
 
@@ -386,6 +404,7 @@ OPERATIONS: dict[str, Write] = {
     "isinf": lambda of, node: made(f'(tl.abs({of(node.args[0]).text}) == float("inf"))', node, of(node.args[0])),
     "_to_copy": same,
     "convert_element_type": same,
+    "copy": copied,
     "clone": same,
     "detach": same,
     "alias": same,

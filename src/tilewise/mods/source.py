@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from tilewise.mods.graph import compute_type
-from tilewise.mods.operations import OPERATIONS, Refusal, Value, cast, literal
+from tilewise.mods.operations import OPERATIONS, Refusal, Value, cast, literal, operation_name
 
 WHERE_FROM = {"score": {"q", "kv"}, "q_pos": {"q"}, "kv_pos": {"kv"}}
 
@@ -120,11 +120,6 @@ class Writer:
         return "".join(term[1] for term in terms), depends
 
 
-def operation_name(node: fx.Node) -> str:
-    packet = getattr(node.target, "overloadpacket", node.target)
-    return str(getattr(packet, "__name__", packet))
-
-
 def function(name: str, arguments: str, lines: list[str]) -> str:
     """Put a function together."""
     return "\n    ".join([f"def {name}({arguments}):", *lines]) + "\n"
@@ -167,16 +162,18 @@ def scatter(writer: Writer, site: int, value: Value) -> None:
     Pairs that read the same element are summed first, as far as the tile's shape tells: all of them, a row or a column.
     """
     tensor = writer.loads[site]
-    before = len(writer.lines)
     offset, depends = writer.offset(site, tensor, "d_tensors")
-    inner = writer.lines[before:]
-    assert not inner, "the forward part has written the indices"  # noqa: S101 - nothing that a user could cause
     lines = [f"d_load = tl.where(visible, {value.text}, 0.0)"]
     if not depends:
         lines.append("d_load = tl.sum(d_load)")
         lines.append(f'tl.atomic_add(d_tensors[{tensor}][0]{offset}, d_load, sem="relaxed")')
     elif depends == {"q", "kv"}:
-        lines.append(f'tl.atomic_add(d_tensors[{tensor}][0]{offset}, d_load, mask=visible, sem="relaxed")')
+        # Far from the diagonal, say, all may read one element: thousands would wait for each other there.
+        lines.append(f"d_offset = {offset.removeprefix(' + ')}")
+        lines.append("if tl.min(d_offset) == tl.max(d_offset):")
+        lines.append(f'    tl.atomic_add(d_tensors[{tensor}][0] + tl.max(d_offset), tl.sum(d_load), sem="relaxed")')
+        lines.append("else:")
+        lines.append(f'    tl.atomic_add(d_tensors[{tensor}][0] + d_offset, d_load, mask=visible, sem="relaxed")')
     else:
         lines.append(f"d_pointer = d_tensors[{tensor}][0]{offset}")
         lines.append("if d_pointer.shape[0] == 1:")

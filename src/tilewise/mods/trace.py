@@ -146,18 +146,22 @@ class Graphs:
 
         Differentiable by torch; float64 for a float64 score.
         """
-        numbers = [torch.tensor(number, dtype=number_type(number)) for number in constants] if self.lifted else []
-        wide_numbers = [number.double() if number.is_floating_point() else number for number in numbers]
-
         def run(*arguments: object) -> torch.Tensor:
             places, tensors = arguments[:-1], arguments[-1]
             wide = getattr(places[0], "dtype", None) is torch.float64
             if wide not in self._made:
                 self._made[wide] = runnable(self.kind, self.forward, wide)
-            result: torch.Tensor = self._made[wide](*places, *(wide_numbers if wide else numbers), *tensors)  # type: ignore[misc]
+            numbers = [tensor_of(number, wide) for number in constants] if self.lifted else []
+            result: torch.Tensor = self._made[wide](*places, *numbers, *tensors)
             return result
 
         return run
+
+
+def tensor_of(number: int | float, wide: bool) -> torch.Tensor:
+    """Make a captured number a tensor without axes, as the function met it when it was recorded."""
+    dtype = number_type(number)
+    return torch.tensor(number, dtype=torch.float64 if wide and dtype.is_floating_point else dtype)
 
 
 def _translate(kind: str, function: Function, given: tuple[torch.Tensor, ...]) -> tuple[Graphs, Traced]:

@@ -1,0 +1,311 @@
+"""What holds for scores and masks that users write: their translation computes what they say, forward and backward."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tilewise import mods
+from tilewise.mods.trace import Traced, trace_mask, trace_score
+from tilewise.testing import error
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402 - after the question whether there is any
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from tilewise.kernels.share import share  # noqa: E402
+from tilewise.mods.source import function_from  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 before Python starts")
+compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter leaves nothing to compile")
+
+BATCH, HEADS, LEN_Q, LEN_KV = 2, 3, 13, 27
+Function = Callable[..., object]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def integers(*shape: int, stop: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.randint(stop, shape, generator=torch.Generator().manual_seed(stop), dtype=dtype)
+
+
+# ---- a kernel of one tile for each batch and head ----
+
+
+@triton.jit
+def one_tile(
+    score_ptr, d_score_ptr, visible_ptr, out_ptr, seen_ptr, d_in_ptr, heads, len_q, len_kv, tensors, constants, d_tensors,
+    mask_tensors, mask_constants,
+    SCORE: tl.constexpr, GRADIENT: tl.constexpr, MASK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Apply a score_mod and its gradient, or a mask_mod, to a tile. What lies outside the lengths is NaN."""
+    batch = tl.program_id(0) // heads
+    head = tl.program_id(0) % heads
+    if TRANSPOSED:
+        q_pos = tl.arange(0, BLOCK_Q)[None, :]
+        kv_pos = tl.arange(0, BLOCK_KV)[:, None]
+    else:
+        q_pos = tl.arange(0, BLOCK_Q)[:, None]
+        kv_pos = tl.arange(0, BLOCK_KV)[None, :]
+    at = (tl.program_id(0) * len_q + q_pos) * len_kv + kv_pos
+    inside = (q_pos < len_q) & (kv_pos < len_kv)
+    if MASK is not None:
+        seen = inside & MASK(batch, head, q_pos, kv_pos, mask_tensors, mask_constants)
+        tl.store(seen_ptr + at, seen.to(tl.int8), mask=inside)
+    if SCORE is not None:
+        score = tl.load(score_ptr + at, mask=inside, other=float("nan"))
+        d_score = tl.load(d_score_ptr + at, mask=inside, other=float("nan"))
+        visible = tl.load(visible_ptr + at, mask=inside, other=0) != 0
+        out = SCORE(score, batch, head, q_pos, kv_pos, tensors, constants)
+        tl.store(out_ptr + at, out, mask=inside)
+        d_in = GRADIENT(score, batch, head, q_pos, kv_pos, tensors, constants, d_score, d_tensors, visible)
+        tl.store(d_in_ptr + at, d_in, mask=inside)
+
+
+def described(tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[object, ...], ...]:
+    return tuple((tensor, *tensor.stride(), *tensor.shape) for tensor in tensors)
+
+
+@functools.cache
+def device_function(source: str) -> object:
+    return share(function_from(source))
+
+
+class Outcome(NamedTuple):
+    """What a score gives: its values, the derivative with respect to the score, and the tensors' gradients."""
+
+    out: torch.Tensor
+    d_in: torch.Tensor
+    d_tensors: tuple[torch.Tensor | None, ...]
+
+
+class Data(NamedTuple):
+    """Scores, the gradient that arrives, and which pairs are visible: (BATCH, HEADS, LEN_Q, LEN_KV) each."""
+
+    score: torch.Tensor
+    d_score: torch.Tensor
+    visible: torch.Tensor
+
+
+@functools.cache
+def data() -> Data:
+    shape = (BATCH, HEADS, LEN_Q, LEN_KV)
+    generator = torch.Generator().manual_seed(0)
+    score, d_score, luck = (torch.randn(shape, generator=generator) for _ in range(3))
+    return Data(score * 2, d_score, luck > -1)
+
+
+def places() -> list[torch.Tensor]:
+    """Every batch, head, query and key, in axes that broadcast."""
+    return [torch.as_tensor(place) for place in np.ogrid[:BATCH, :HEADS, :LEN_Q, :LEN_KV]]
+
+
+def in_kernel(function: Function, given: tuple[torch.Tensor, ...], transposed: bool) -> Outcome:
+    traced, tensors = trace_score(function, given)
+    assert traced.gradient_source is not None, traced.gradient_refusal
+    score, d_score, visible = data()
+    out, d_in = torch.full_like(score, torch.nan), torch.full_like(score, torch.nan)
+    buffers = [
+        torch.zeros(tensor.shape) if tensor.is_floating_point() and reached else None
+        for tensor, reached in zip(tensors, traced.differentiable, strict=True)
+    ]
+    d_tensors = tuple(() if buffer is None else described((buffer,))[0] for buffer in buffers)
+    one_tile[(BATCH * HEADS,)](
+        score, d_score, visible.to(torch.int8), out, None, d_in, HEADS, LEN_Q, LEN_KV,
+        described(tensors), traced.constants, d_tensors, (), (),
+        device_function(traced.source), device_function(traced.gradient_source), None, 16, 32, transposed,
+    )  # fmt: skip
+    return Outcome(out, d_in, tuple(buffers))
+
+
+def by_autograd(function: Function, given: tuple[torch.Tensor, ...], dtype: torch.dtype) -> Outcome:
+    """Run the user's own function on torch, in this type, and let torch differentiate it."""
+    score, d_score, visible = data()
+    score = score.to(dtype, copy=True).requires_grad_()
+    tensors = [
+        tensor.to(dtype, copy=True).requires_grad_() if tensor.is_floating_point() else tensor for tensor in given
+    ]
+    out = torch.as_tensor(function(score * 1, *places(), *tensors)).to(dtype).expand(score.shape)
+    if out.requires_grad:
+        torch.where(visible, out, 0).backward(d_score.to(dtype))
+    d_in = torch.zeros_like(score) if score.grad is None else score.grad
+    return Outcome(out.detach(), d_in, tuple(tensor.grad for tensor in tensors))
+
+
+SLOPES = normal(HEADS)
+TABLE = normal(BATCH, LEN_Q)
+BY_DISTANCE = normal(HEADS, 21)
+DENSE = normal(BATCH, HEADS, LEN_Q, LEN_KV)
+KIND = integers(LEN_Q, LEN_KV, stop=5, dtype=torch.int64)
+GROUP = integers(LEN_KV, stop=4, dtype=torch.int16)
+FLAGS = integers(LEN_Q, stop=2).bool()
+
+
+def integer_division(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
+    distance = q_pos - kv_pos
+    whole = distance // 3 + distance % 3 * 10 + distance // -4 * 100 + distance % -4 * 1000 + q_pos // 5 + kv_pos % 7
+    return score + 0.01 * whole + score % 0.7
+
+
+def functions_of_real_numbers(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
+    size = abs(score) + 0.5
+    return (
+        mods.exp(-size) + mods.exp2(score) + mods.log(size) + mods.log2(size) + mods.log1p(size - 0.5) + mods.sqrt(size)
+        + mods.sin(score) + mods.cos(score) + mods.tanh(score) + mods.sigmoid(score)
+    )  # fmt: skip
+
+
+def powers(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
+    return score**2 + score**3 - abs(score) ** 1.5 + 2.0 ** (score * 0.5) + (abs(score) + 1) ** -2 + q_pos**2
+
+
+def from_torch(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
+    clipped = torch.clamp(score, -1.0, 1.5) + score.clamp(min=0.25) + torch.clamp_max(score, 0.75)
+    smooth = F.gelu(score) + F.silu(score) + F.softplus(score) + F.relu(score) + torch.erf(score) + torch.rsqrt(abs(score) + 1)
+    chosen = score.masked_fill(q_pos == kv_pos, 2.0) + torch.where(torch.logical_not(q_pos > kv_pos), score, 0.5)
+    return clipped + smooth + chosen + torch.sign(score) * score + torch.reciprocal(score.square() + 1)
+
+
+def choices(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
+    early = (q_pos < 5) & (kv_pos <= 9) | ~(q_pos != kv_pos) ^ (batch == head)
+    raised = mods.maximum(mods.minimum(score, 1.0), q_pos - kv_pos)
+    return mods.where(early, raised, mods.where(score > 0, -score, mods.floor(score)))
+
+
+def in_place(score, batch, head, q_pos, kv_pos, table):  # type: ignore[no-untyped-def]
+    score = score * 1.0
+    score *= table[batch, q_pos]
+    score += 1
+    return score.mul_(2).neg_()
+
+
+class Example(NamedTuple):
+    """A score and its tensors."""
+
+    function: Function
+    tensors: tuple[torch.Tensor, ...] = ()
+
+
+EXAMPLES = {
+    "arithmetic": Example(lambda s, b, h, q, kv: -(s * 2 - 1) / 3 + q - kv * 0.5 + (b + 1) / (h + 2)),
+    "integer division": Example(integer_division),
+    "functions of real numbers": Example(functions_of_real_numbers),
+    "powers": Example(powers),
+    "functions of torch": Example(from_torch),
+    "choices": Example(choices),
+    "nothing of the score": Example(lambda s, b, h, q, kv: 0.25 * q),
+    "a number": Example(lambda s, b, h, q, kv: s.new_tensor(0.5)),
+    "a slope for each head": Example(lambda s, b, h, q, kv, t: s * t[h] - t[h] * abs(q - kv), (SLOPES,)),
+    "a number of no axis": Example(lambda s, b, h, q, kv, t: s * t, (torch.tensor(1.5),)),
+    "one for each query": Example(lambda s, b, h, q, kv, t: mods.tanh(s * t[b, q]), (TABLE,)),
+    "one for each key, of another type": Example(
+        lambda s, b, h, q, kv, t: s + t[kv] * s, (normal(LEN_KV, dtype=torch.bfloat16).float().bfloat16(),)
+    ),
+    "one for each pair": Example(lambda s, b, h, q, kv, t: s + t[b, h, q, kv] * 0.5, (DENSE,)),
+    "one for each distance, clamped": Example(
+        lambda s, b, h, q, kv, t: s + t[h, mods.minimum(mods.maximum(q - kv, -10), 10) + 10], (BY_DISTANCE,)
+    ),
+    "all pairs read one number": Example(lambda s, b, h, q, kv, t: s * t[h, (q - kv) * 0 + 1], (BY_DISTANCE,)),
+    "counted from the end": Example(lambda s, b, h, q, kv, t: s + t[b, -1 - q] + t[-1, 2], (TABLE,)),
+    "loads that lead to loads": Example(
+        lambda s, b, h, q, kv, t, kind, group, flag: s * mods.where(flag[q], t[h, kind[q, kv]], t[h, group[kv].long() + 5]),
+        (BY_DISTANCE, KIND, GROUP, FLAGS),
+    ),
+    "a tensor read twice": Example(lambda s, b, h, q, kv, t: s * t[b, q] + t[b, q // 2] * t[1 - b, 3], (TABLE,)),
+    "changes in place": Example(in_place, (TABLE,)),
+    "a strided tensor": Example(lambda s, b, h, q, kv, t: s + t[q, b], (TABLE.T,)),
+}
+
+
+@pytest.mark.interpreter
+@interpreted
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning")
+@pytest.mark.parametrize("transposed", [False, True], ids=["tile", "transposed"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_score_in_a_kernel_is_the_function_itself_forward_and_backward(name: str, transposed: bool) -> None:
+    function, given = EXAMPLES[name]
+    found = in_kernel(function, given, transposed)
+    right = by_autograd(function, given, torch.float64)
+    low = by_autograd(function, given, torch.float32)
+    compare(found, right, low)
+
+
+def compare(found: Outcome, right: Outcome, low: Outcome) -> None:
+    eps = torch.finfo(torch.float32).eps
+    assert error(found.out, right.out, low.out, eps).within
+    assert error(found.d_in, right.d_in, low.d_in, eps).within
+    for got, ref, yard in zip(found.d_tensors, right.d_tensors, low.d_tensors, strict=True):
+        assert (got is None) == (ref is None)
+        if got is not None and ref is not None and yard is not None:
+            assert bool(ref.any())
+            # A sum over many pairs, in another order.
+            assert error(got, ref, yard, eps, terms=math.sqrt(LEN_Q * LEN_KV)).within
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_score_runs_on_torch_as_the_function_itself(name: str) -> None:
+    function, given = EXAMPLES[name]
+    traced, tensors = trace_score(function, given)
+
+    def translated(score: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        return traced.run(score, *rest[:4], rest[4:])
+
+    assert len(tensors) == len(given)
+    right = by_autograd(function, given, torch.float64)
+    found = by_autograd(translated, given, torch.float64)
+    eps = torch.finfo(torch.float64).eps
+    assert error(found.out, right.out, right.out, eps, terms=8).within
+    assert error(found.d_in, right.d_in, right.d_in, eps, terms=8).within
+    for got, ref in zip(found.d_tensors, right.d_tensors, strict=True):
+        if ref is not None and got is not None:
+            assert error(got, ref, ref, eps, terms=8).within
+
+
+def everything(score, batch, head, q_pos, kv_pos, *tensors):  # type: ignore[no-untyped-def]
+    """All examples at once."""
+    ahead = iter(tensors)
+    parts = [
+        example.function(score, batch, head, q_pos, kv_pos, *(next(ahead) for _ in example.tensors))
+        for example in EXAMPLES.values()
+    ]
+    return sum(parts)
+
+
+@pytest.mark.compile
+@compiled
+@pytest.mark.parametrize("target", [GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)], ids=lambda target: str(target.arch))
+def test_every_example_compiles_for_a_gpu_forward_and_backward(target: GPUTarget) -> None:
+    given = tuple(tensor for example in EXAMPLES.values() for tensor in example.tensors)
+    traced, tensors = trace_score(everything, given)
+    assert traced.gradient_source is not None, traced.gradient_refusal
+    names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int16: "*i16", torch.bool: "*i1"}
+    types = tuple((names[tensor.dtype], *(["i32"] * (2 * tensor.dim()))) for tensor in tensors)
+    gradients = tuple(
+        ("*fp32", *kind[1:]) if reached else () for kind, reached in zip(types, traced.differentiable, strict=True)
+    )
+    constants = {
+        "SCORE": device_function(traced.source), "GRADIENT": device_function(traced.gradient_source), "MASK": None,
+        "BLOCK_Q": 64, "BLOCK_KV": 64, "TRANSPOSED": False, "seen_ptr": None,
+    }  # fmt: skip
+    runtime = {
+        **dict.fromkeys(("score_ptr", "d_score_ptr", "out_ptr", "d_in_ptr"), "*fp32"), "visible_ptr": "*i8",
+        **dict.fromkeys(("heads", "len_q", "len_kv"), "i32"), "tensors": types, "constants": (), "d_tensors": gradients,
+        "mask_tensors": (), "mask_constants": (),
+    }  # fmt: skip
+    signature = {name: runtime.get(name, "constexpr") for name in one_tile.arg_names}
+    binary = triton.compile(ASTSource(one_tile, signature, constants), target=target)
+    assert "red.relaxed" in binary.asm["ptx"] or "red.global" in binary.asm["ptx"] or "atom" in binary.asm["ptx"]
