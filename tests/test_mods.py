@@ -287,7 +287,7 @@ def everything(score, batch, head, q_pos, kv_pos, *tensors):  # type: ignore[no-
 
 @pytest.mark.compile
 @compiled
-@pytest.mark.parametrize("target", [GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)], ids=lambda target: str(target.arch))
+@pytest.mark.parametrize("target", [GPUTarget("cuda", 90, 32)], ids=lambda target: str(target.arch))
 def test_every_example_compiles_for_a_gpu_forward_and_backward(target: GPUTarget) -> None:
     given = tuple(tensor for example in EXAMPLES.values() for tensor in example.tensors)
     traced, tensors = trace_score(everything, given)
@@ -299,7 +299,7 @@ def test_every_example_compiles_for_a_gpu_forward_and_backward(target: GPUTarget
     )
     constants = {
         "SCORE": device_function(traced.source), "GRADIENT": device_function(traced.gradient_source), "MASK": None,
-        "BLOCK_Q": 64, "BLOCK_KV": 64, "TRANSPOSED": False, "seen_ptr": None,
+        "BLOCK_Q": 16, "BLOCK_KV": 16, "TRANSPOSED": False, "seen_ptr": None,
     }  # fmt: skip
     runtime = {
         **dict.fromkeys(("score_ptr", "d_score_ptr", "out_ptr", "d_in_ptr"), "*fp32"), "visible_ptr": "*i8",

@@ -1,9 +1,10 @@
 """Recording what a user's function computes, as a graph of single values, and running such a graph on tensors.
 
-The function runs once on single values: fake tensors without axes for the score and the positions, and one more for each
-number that its closure holds. What it reads from a tensor becomes an input of its own, a load, whose indices are kept as
-further results. The graph that torch's make_fx records of this is elementwise throughout, so it means the same for tiles;
-and with loads as inputs, torch's own differentiation gives the derivatives that the gradients of tensors are sums of.
+The function runs on single values: fake tensors without axes for the score and the positions, and one more for each
+number that its closure holds. What it reads from a tensor becomes an input of its own, a load, whose indices are kept
+as further results. The graph that torch's make_fx records of this is elementwise throughout, so it means the same for
+tiles; and with loads as inputs, torch's own differentiation gives the derivatives that the gradients of tensors are
+sums of.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import fx
 from torch._decomp import core_aten_decompositions, get_decompositions
@@ -31,7 +33,11 @@ def compute_type(dtype: torch.dtype) -> torch.dtype:
     """Give the type in which loaded values are used: float32, int32, int64 or bool."""
     if dtype.is_floating_point:
         return torch.float32
-    return dtype if dtype in (torch.bool, torch.int64) else torch.int32
+    if dtype in (torch.bool, torch.int64):
+        return dtype
+    if dtype in (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16):
+        return torch.int32
+    raise Refusal(f"reads a tensor of {dtype}; convert it to float32, int32, int64 or bool")
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,10 @@ class Row:
         self._loads, self._tensor, self._indices = loads, tensor, indices
 
     def __getitem__(self, index: object) -> object:
+        size = self._tensor.shape[len(self._indices)]
+        if isinstance(index, int) and index >= size:
+            self._loads.reads_shapes = True
+            raise IndexError(index)  # which ends `start, stop = row`
         return self._loads.element(self._tensor, (*self._indices, *_tuple(index)))
 
     def __getattr__(self, name: str) -> object:
@@ -123,17 +133,16 @@ class Loads(TorchFunctionMode):
         key = (place, *(index if isinstance(index, int) else -id(index) for index in found))
         if key not in self._known:
             if self._made:
-                if tensor.dtype.is_complex:
-                    raise Refusal("reads a tensor of complex numbers")
                 self.leaves.append(torch.empty((), dtype=compute_type(tensor.dtype)))
             self._known[key] = self.leaves[len(self.sites)]
             self.sites.append(Load(place, found))
         return self._known[key]
 
     def index(self, index: object) -> Index:
+        """Give one index as a number or a value of the graph."""
         index = self.single(index)
-        if isinstance(index, int) and not isinstance(index, bool):
-            return index
+        if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
+            return int(index)
         if not isinstance(index, torch.Tensor) or index.dtype.is_floating_point or index.dtype is torch.bool:
             what = index.dtype if isinstance(index, torch.Tensor) else repr(index)
             raise Refusal(f"indexes a tensor by {what}; an index is one integer for each axis")
@@ -162,12 +171,16 @@ def _tuple(index: object) -> tuple[object, ...]:
 
 @dataclass
 class Recorded:
-    """A function's graph. Inputs: score and positions, constants, loads; results: value, derivatives, indices of loads."""
+    """A function's graph. It holds none of the tensors that it was recorded with: translations are kept for long.
+
+    Inputs: score and positions, constants, loads, and for a gradient d_score. Results: see `results`.
+    """
 
     graph: fx.GraphModule
     numbers: int  # constants among the inputs
-    loads: tuple[Load, ...]
-    tensors: tuple[torch.Tensor, ...]  # given, then captured
+    loads: tuple[int, ...]  # of each load: which tensor it reads
+    dtypes: tuple[torch.dtype, ...]  # of the tensors: given, then captured
+    ranks: tuple[int, ...]
     reads_shapes: bool
 
     @property
@@ -183,8 +196,11 @@ class Recorded:
 
 def record(
     kind: str, function: Function, given: Sequence[torch.Tensor], numbers: Sequence[int | float], gradient: bool
-) -> Recorded:
-    """Record a function, with ``numbers`` in its closure as inputs, or baked in if there are none; or its gradient."""
+) -> tuple[Recorded, tuple[torch.Tensor, ...]]:
+    """Record a function, or its gradient, and list the tensors that it reads.
+
+    ``numbers`` are those of its closure, which become inputs; without them they stay in it.
+    """
     count = len(PLACES[kind])
 
     def call(values: Sequence[object], loads: Loads) -> object:
@@ -197,7 +213,6 @@ def record(
         values = samples(kind, numbers)
         first = Loads(given)
         call(values, first)
-    kept: list[Loads] = []
 
     def traced(*values: torch.Tensor) -> tuple[object, list[object], list[list[object]]]:
         own, leaves = list(values[: count + len(numbers)]), list(values[count + len(numbers) : len(values) - gradient])
@@ -207,7 +222,6 @@ def record(
             own[0], *leaves = (leaf.clone() for leaf in wanted)  # which the function may change in place
         loads = Loads(given, leaves)
         value = call(own, loads)
-        kept.append(loads)
         derivatives = differentiate(value, wanted, values[-1]) if gradient else []
         return value, derivatives, [list(load.indices) for load in loads.sites]
 
@@ -217,7 +231,10 @@ def record(
     graph = make_fx(traced, tracing_mode="fake", decomposition_table=decompositions())(*samples_in)
     if any(node.op == "call_function" and operation_name(node).endswith("_") for node in graph.graph.nodes):
         graph = make_fx(torch.func.functionalize(graph), tracing_mode="fake")(*samples_in)  # nothing changes in place
-    return Recorded(graph, len(numbers), tuple(kept[-1].sites), tuple(kept[-1].tensors), first.reads_shapes)
+    tensors = tuple(first.tensors)
+    dtypes, ranks = tuple(tensor.dtype for tensor in tensors), tuple(tensor.dim() for tensor in tensors)
+    loads = tuple(load.tensor for load in first.sites)
+    return Recorded(graph, len(numbers), loads, dtypes, ranks, first.reads_shapes), tensors
 
 
 def samples(kind: str, numbers: Sequence[int | float]) -> list[torch.Tensor]:
@@ -268,14 +285,14 @@ def runnable(kind: str, recorded: Recorded, wide: bool) -> fx.GraphModule:
     value, _, indices = recorded.results
     graph = fx.Graph()
     made: dict[fx.Node, object] = {node: graph.placeholder(node.name) for node in recorded.inputs[:count]}
-    tensors = [graph.placeholder(f"tensor_{n}") for n in range(len(recorded.tensors))]
+    tensors = [graph.placeholder(f"tensor_{n}") for n in range(len(recorded.dtypes))]
     leaves = dict(zip(recorded.inputs[count:], zip(recorded.loads, indices, strict=True), strict=True))
 
     def of(node: fx.Node) -> object:
         if node not in made:
             if node in leaves:
-                load, places = leaves[node]
-                args = (tensors[load.tensor], [of(at) if isinstance(at, fx.Node) else at for at in places])
+                tensor, places = leaves[node]
+                args = (tensors[tensor], [of(at) if isinstance(at, fx.Node) else at for at in places])
                 made[node] = graph.call_function(load_element, args)
             else:
                 made[node] = graph.node_copy(node, of)
@@ -296,10 +313,10 @@ def load_element(tensor: torch.Tensor, indices: Sequence[Index]) -> torch.Tensor
     """Read elements as the kernels do: indices count from the end if negative, and are clamped to the tensor."""
     value = tensor
     if indices:
-        device = tensor.device
         places = []
         for size, index in zip(tensor.shape, indices, strict=True):
-            place = torch.as_tensor(index, device=device).long()
+            place = torch.as_tensor(index, device=tensor.device).long()
             places.append(torch.where(place < 0, place + size, place).clamp(0, size - 1))
         value = tensor[tuple(places)]
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    used = compute_type(tensor.dtype)
+    return value if tensor.dtype is torch.float64 else value.to(used)

@@ -87,6 +87,7 @@ def common_type(values: tuple[Value, ...]) -> torch.dtype:
 
 
 def joined(values: tuple[Value, ...]) -> frozenset[str]:
+    """Give the axes of a tile that any of the values has."""
     return frozenset().union(*(value.depends for value in values))
 
 
@@ -105,7 +106,7 @@ def inputs(of: Of, node: fx.Node, count: int, dtype: torch.dtype | None = None) 
 # ---- makers of rules: each returns how one kind of operation is written ----
 
 
-def in_result_type(template: str, natural: Callable[..., bool] = lambda *values: False) -> Write:
+def in_result_type(template: str, natural: Callable[..., bool] = lambda *_: False) -> Write:
     """An operation on values of the type that it gives. ``{0}`` and ``{1}`` in the template are the values."""
     count = 2 if "{1}" in template else 1
 
@@ -128,6 +129,8 @@ def in_float(template: str) -> Write:
 
 
 def comparison(sign: str) -> Write:
+    """A comparison, in the type that both values fit in."""
+
     def write(of: Of, node: fx.Node) -> Value:
         pair = (of(node.args[0]), of(node.args[1]))
         dtype = common_type(pair)
@@ -138,6 +141,7 @@ def comparison(sign: str) -> Write:
 
 
 def logical(template: str) -> Write:
+    """An operation on truth values."""
     count = 2 if "{1}" in template else 1
 
     def write(of: Of, node: fx.Node) -> Value:
@@ -170,6 +174,7 @@ def scaled_sum(sign: str, swap: bool = False) -> Write:
 
 
 def divide(of: Of, node: fx.Node) -> Value:
+    """Division; by what is the same for all pairs it is a product, since a product costs a tenth."""
     rounding = node.kwargs.get("rounding_mode")
     if rounding is None:
         left, right = inputs(of, node, 2, torch.float32)
@@ -190,6 +195,7 @@ def divide(of: Of, node: fx.Node) -> Value:
 
 
 def floor_divide(of: Of, node: fx.Node) -> Value:
+    """Division rounded down, where Triton rounds towards zero."""
     left, right = inputs(of, node, 2)
     quotient = f"({left.text} // {right.text})"
     if result_type(node).is_floating_point:
@@ -209,7 +215,7 @@ def remainder(of: Of, node: fx.Node) -> Value:
     if left.natural and right.natural:
         return made(f"({a} % {b})", node, left, right, natural=True)
     if right.natural:
-        return made(f"(({a} % {b} + {b}) % {b})", node, left, right, natural=True)
+        return made(f"tl.where({a} % {b} < 0, {a} % {b} + {b}, {a} % {b})", node, left, right, natural=True)
     return made(f"tl.where(({a} % {b} != 0) & (({a} < 0) != ({b} < 0)), {a} % {b} + {b}, {a} % {b})", node, left, right)
 
 
@@ -219,11 +225,12 @@ def power(of: Of, node: fx.Node) -> Value:
     base = cast(of(node.args[0]), result_type(node))
     if isinstance(number, (int, float)) and number == int(number) and abs(number) <= 16:
         product = f"({' * '.join([base.text] * abs(int(number)))})" if number else "1"
-        if number < 0:
-            return in_result_type_only(node, f"(1.0 / {product})", base)
-        return made(product, node, base, natural=base.natural)
+        if number >= 0:
+            return made(product, node, base, natural=base.natural)
+        if result_type(node).is_floating_point:
+            return made(f"(1.0 / {product})", node, base)
     if not result_type(node).is_floating_point:
-        raise Refusal("raises integers to a power that is not a small number; convert them to float first")
+        raise Refusal("raises integers to a power that is no small positive number; convert them to float first")
     if number == 0.5:
         return made(f"tl.sqrt({base.text})", node, base)
     exponent = cast(of(number), torch.float32)
@@ -236,13 +243,8 @@ def power(of: Of, node: fx.Node) -> Value:
     return made(f"{size} * tl.where({a} < 0, {below}, 1.0)", node, base, exponent)
 
 
-def in_result_type_only(node: fx.Node, text: str, value: Value) -> Value:
-    if not result_type(node).is_floating_point:
-        raise Refusal("raises integers to a negative power; convert them to float first")
-    return made(text, node, value)
-
-
 def where(of: Of, node: fx.Node) -> Value:
+    """A choice."""
     condition = cast(of(node.args[0]), torch.bool)
     first, second = (cast(of(argument), result_type(node)) for argument in node.args[1:3])
     natural = first.natural and second.natural
@@ -251,6 +253,7 @@ def where(of: Of, node: fx.Node) -> Value:
 
 
 def masked_fill(of: Of, node: fx.Node) -> Value:
+    """A choice, the other way round."""
     value, condition, filling = (of(argument) for argument in node.args[:3])
     condition = cast(condition, torch.bool)
     value, filling = cast(value, result_type(node)), cast(filling, result_type(node))
@@ -258,16 +261,19 @@ def masked_fill(of: Of, node: fx.Node) -> Value:
 
 
 def clamp(of: Of, node: fx.Node) -> Value:
+    """Bounds on one side or both, for ``clamp`` and ``clamp_min``."""
     low = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
     high = node.args[2] if len(node.args) > 2 else node.kwargs.get("max")
     return bounded(of, node, low, high)
 
 
 def clamp_max(of: Of, node: fx.Node) -> Value:
+    """A bound above."""
     return bounded(of, node, None, node.args[1])
 
 
 def bounded(of: Of, node: fx.Node, low: object, high: object) -> Value:
+    """Write the bounds that there are."""
     value = cast(of(node.args[0]), result_type(node))
     if low is not None:
         bound = cast(of(low), result_type(node))
@@ -281,14 +287,17 @@ def bounded(of: Of, node: fx.Node, low: object, high: object) -> Value:
 
 
 def absolute(of: Of, node: fx.Node) -> Value:
+    """The absolute value, which of an integer is never negative."""
     (value,) = inputs(of, node, 1)
     return made(f"tl.abs({value.text})", node, value, natural=not result_type(node).is_floating_point)
 
 
 def bitwise(sign: str) -> Write:
+    """An operation on bits, or on truth values."""
+
     def write(of: Of, node: fx.Node) -> Value:
         left, right = inputs(of, node, 2)
-        natural = left.natural and right.natural or (sign == "&" and (left.natural or right.natural))
+        natural = (left.natural and right.natural) or (sign == "&" and (left.natural or right.natural))
         return made(f"({left.text} {sign} {right.text})", node, left, right, natural=natural)
 
     return write
@@ -324,10 +333,12 @@ def constant(position: int | None, number: float = 0.0) -> Write:
 
 
 def both_natural(left: Value, right: Value) -> bool:
+    """Say that a result is never negative if neither value is."""
     return left.natural and right.natural
 
 
 def either_natural(left: Value, right: Value) -> bool:
+    """Say that a result is never negative if one value is not."""
     return left.natural or right.natural
 
 
@@ -397,9 +408,9 @@ OPERATIONS: dict[str, Write] = {
     "bitwise_xor": bitwise("^"),
     "bitwise_not": in_result_type("(~{0})"),
     "bitwise_left_shift": in_result_type("({0} << {1})"),
-    "bitwise_right_shift": in_result_type("({0} >> {1})", lambda left, right: left.natural),
+    "bitwise_right_shift": in_result_type("({0} >> {1})", lambda left, _: left.natural),
     "__lshift__": in_result_type("({0} << {1})"),
-    "__rshift__": in_result_type("({0} >> {1})", lambda left, right: left.natural),
+    "__rshift__": in_result_type("({0} >> {1})", lambda left, _: left.natural),
     "isnan": lambda of, node: made(f"({of(node.args[0]).text} != {of(node.args[0]).text})", node, of(node.args[0])),
     "isinf": lambda of, node: made(f'(tl.abs({of(node.args[0]).text}) == float("inf"))', node, of(node.args[0])),
     "_to_copy": same,

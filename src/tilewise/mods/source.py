@@ -1,7 +1,7 @@
 """From a traced graph of elementwise operations to the source text of a function for Triton.
 
-Each operation of the graph becomes one line. Positions come with an axis of size 1 each, so that what depends on the query
-alone stays a column, what depends on the key alone a row, and only what needs both is computed for each pair.
+Each operation of the graph becomes one line. Positions come with an axis of size 1 each, so that what depends on the
+query alone stays a column, what depends on the key alone a row, and only what needs both is computed for each pair.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Writer:
         return self.values[node]
 
     def number(self, number: object) -> Value:
+        """Give a number of the graph: as it stands, or as a runtime constant."""
         if not isinstance(number, (bool, int, float)):
             raise Refusal(f"uses {number!r} as a value")
         if self.lift is None or isinstance(number, bool):
@@ -54,10 +55,14 @@ class Writer:
 
     def assign(self, name: str, value: Value) -> Value:
         """Write a line that names a value."""
-        self.lines.append(f"{name} = {value.text}")
+        text = value.text
+        if text.startswith("(") and closing(text) == len(text) - 1:
+            text = text[1:-1]
+        self.lines.append(f"{name} = {text}")
         return Value(name, value.dtype, value.depends, value.natural, value.number)
 
     def operation(self, node: fx.Node) -> Value:
+        """Write an operation."""
         if node.op == "get_attr":
             return self.attribute(node)
         name = operation_name(node)
@@ -76,7 +81,7 @@ class Writer:
         return self.assign(f"x{len(self.lines)}", made)
 
     def attribute(self, node: fx.Node) -> Value:
-        """A tensor that the function made of numbers, such as torch.tensor(0.5)."""
+        """Give the number of a tensor that the function made of it, such as torch.tensor(0.5)."""
         held = operator.attrgetter(str(node.target))(node.graph.owning_module)
         held = getattr(held, "constant", None) if hasattr(held, "fake_mode") else held
         if held is None or held.dim() != 0:
@@ -84,6 +89,7 @@ class Writer:
         return self.number(held.item())
 
     def load(self, site: int) -> Value:
+        """Write a load."""
         stored = self.dtypes[self.loads[site]]
         used = compute_type(stored)
         pointer, depends = self.pointer(site)
@@ -95,7 +101,7 @@ class Writer:
         return self.assign(f"load_{site}", Value(text, used, depends, False, None))
 
     def pointer(self, site: int) -> tuple[str, frozenset[str]]:
-        """Point at the element of a tensor that a load reads. Indices count from the end if negative, and are clamped."""
+        """Point at the element that a load reads."""
         if site not in self.pointers:
             tensor = self.loads[site]
             offset, depends = self.offset(site, tensor)
@@ -104,6 +110,7 @@ class Writer:
         return self.pointers[site]
 
     def offset(self, site: int, tensor: int, tuples: str = "tensors") -> tuple[str, frozenset[str]]:
+        """Give the text `` + index * stride`` of a load's element. Negative indices count from the end; all are clamped."""
         rank = len(self.indices[site])
         terms = []
         for axis, node in enumerate(self.indices[site]):
@@ -118,6 +125,16 @@ class Writer:
         terms.sort(key=operator.itemgetter(0))  # what is the same for all pairs first: the tile grows as late as it can
         depends = frozenset().union(*(term[2] for term in terms))
         return "".join(term[1] for term in terms), depends
+
+
+def closing(text: str) -> int:
+    """Find the bracket that closes the first one."""
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if depth == 0:
+            return place
+    raise ValueError(f"no bracket closes the first one of {text!r}")
 
 
 def function(name: str, arguments: str, lines: list[str]) -> str:

@@ -1,8 +1,9 @@
-"""A user's score or mask, translated: traced and differentiated by torch, written as source text for the kernels, kept."""
+"""A user's score or mask, translated for the kernels: traced and differentiated by torch, written as source, kept."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -111,8 +112,8 @@ def _traced(kind: str, function: Function, given: tuple[torch.Tensor, ...]) -> t
         entry = _kept.get(key)
     if entry is not None:
         return entry.at(walk, given)
-    graphs, traced = _translate(kind, function, given)
-    captured = graphs.forward.tensors[len(given) :]
+    graphs, traced, read = _translate(kind, function, given)
+    captured = read[len(given) :]
     places = [next((n for n, known in enumerate(walk.tensors) if known is tensor), None) for tensor in captured]
     known = tuple(place for place in places if place is not None)
     if walk.known and len(known) == len(captured) and numbers_of(function) == tuple(walk.numbers):
@@ -126,7 +127,7 @@ def _traced(kind: str, function: Function, given: tuple[torch.Tensor, ...]) -> t
                 _kept[key] = word
                 key = (key, word, more)
         _kept[key] = Entry(traced, graphs, known)
-    return traced, graphs.forward.tensors
+    return traced, read
 
 
 # ---- making them ----
@@ -146,6 +147,7 @@ class Graphs:
 
         Differentiable by torch; float64 for a float64 score.
         """
+
         def run(*arguments: object) -> torch.Tensor:
             places, tensors = arguments[:-1], arguments[-1]
             wide = getattr(places[0], "dtype", None) is torch.float64
@@ -164,8 +166,11 @@ def tensor_of(number: int | float, wide: bool) -> torch.Tensor:
     return torch.tensor(number, dtype=torch.float64 if wide and dtype.is_floating_point else dtype)
 
 
-def _translate(kind: str, function: Function, given: tuple[torch.Tensor, ...]) -> tuple[Graphs, Traced]:
-    """Translate with the closure's numbers as inputs; where the function steers by them, with each value in its place."""
+Translation = tuple[Graphs, Traced, tuple[torch.Tensor, ...]]
+
+
+def _translate(kind: str, function: Function, given: tuple[torch.Tensor, ...]) -> Translation:
+    """Translate with the closure's numbers as inputs; where the function steers by them, with their values in place."""
     numbers = numbers_of(function)
     if numbers:
         try:
@@ -180,20 +185,20 @@ def _translate(kind: str, function: Function, given: tuple[torch.Tensor, ...]) -
 
 def _attempt(
     kind: str, function: Function, given: tuple[torch.Tensor, ...], numbers: tuple[int | float, ...]
-) -> tuple[Graphs, Traced]:
+) -> Translation:
     baked: list[int | float] = []
     lift = None if numbers or not numbers_of(function) else baked
-    forward = record(kind, function, given, numbers, gradient=False)
+    forward, tensors = record(kind, function, given, numbers, gradient=False)
     value, _, _ = forward.results
     source = forward_source(kind, _writer(kind, forward, numbers, lift), value)
-    gradient, refusal, reached = None, None, [False] * len(forward.tensors)
+    gradient, refusal, reached = None, None, [False] * len(tensors)
     if kind == "score":
         try:
-            backward = record(kind, function, given, numbers, gradient=True)
+            backward, _ = record(kind, function, given, numbers, gradient=True)
             _, (d_score, *d_loads), _ = backward.results
             gradient = gradient_source(_writer(kind, backward, numbers, lift), d_score, d_loads)
             for load, d_load in zip(backward.loads, d_loads, strict=True):
-                reached[load.tensor] |= d_load is not None
+                reached[load] |= d_load is not None
         except Exception as error:  # noqa: BLE001 - a score may be used without a gradient
             refusal = f"the score_mod {_name(function)} {_reason(error)}"
     graphs = Graphs(kind, forward, bool(numbers))
@@ -205,13 +210,13 @@ def _attempt(
         gradient_source=gradient,
         gradient_refusal=refusal,
         constants=constants,
-        loads=tuple(load.tensor for load in forward.loads),
-        ranks=tuple(tensor.dim() for tensor in forward.tensors),
-        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in forward.tensors),
+        loads=forward.loads,
+        ranks=forward.ranks,
+        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in forward.dtypes),
         differentiable=tuple(reached),
         run=graphs.bound(constants),
     )
-    return graphs, traced
+    return graphs, traced, tensors
 
 
 def _writer(kind: str, recorded: Recorded, numbers: tuple[int | float, ...], lift: list[int | float] | None) -> Writer:
@@ -230,8 +235,8 @@ def _writer(kind: str, recorded: Recorded, numbers: tuple[int | float, ...], lif
     for node in inputs:  # there is one more in a gradient
         values[node] = Value("d_score", torch.float32, frozenset({"q", "kv"}), False, None)
     return Writer(
-        loads=tuple(load.tensor for load in recorded.loads),
-        dtypes=tuple(tensor.dtype for tensor in recorded.tensors),
+        loads=recorded.loads,
+        dtypes=recorded.dtypes,
         values=values,
         leaves=leaves,
         indices=recorded.results[2],
@@ -250,10 +255,16 @@ def _reason(error: Exception) -> str:
     text = str(error)
     if "data-dependent" in text.lower() or "tracing tensor" in text or "DataDependent" in type(error).__name__:
         return (
-            "cannot be translated: it decides in Python (if, while, and, or, int(), float()) by a value that differs from "
-            "pair to pair. Use tilewise.mods.where, and & | ~ in place of and, or, not"
+            "cannot be translated: it decides in Python (if, while, and, or, int(), float()) by a value that differs "
+            "from pair to pair. Use tilewise.mods.where, and & | ~ in place of and, or, not"
+        )
+    missing = re.search(r"derivative for (\S+) is not implemented", text)
+    if missing:
+        return (
+            f"has no gradient: torch does not differentiate {missing[1]}. Detach what it is applied to "
+            "(x.detach()) if no gradient should flow through it"
         )
     return (
-        f"cannot be translated: torch met {type(error).__name__}: {text.splitlines()[0] if text else ''}. It may use "
-        "arithmetic, comparisons, the functions of tilewise.mods or torch's on single values, and tensors indexed on all axes"
+        f"cannot be translated: torch met {type(error).__name__}: {text.partition(chr(10))[0]}. It may use arithmetic, "
+        "comparisons, the functions of tilewise.mods or torch's on single values, and tensors indexed on all axes"
     )
