@@ -7,7 +7,8 @@ For every block of 128 rows of a head, ``scale`` is the least power of two with 
 from __future__ import annotations
 
 import importlib
-from functools import lru_cache
+import os
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from tilewise.problem.fp8 import BLOCK, LARGEST, SMALLEST, block_count, exponent
 if TYPE_CHECKING:
     from types import ModuleType
 
-CONVERTING = (8, 9)  # the first compute capability whose units convert to e4m3; the kernel rounds by hand below it
+MULTIPLYING = (8, 0)  # the first compute capability whose units multiply bfloat16
+CONVERTING = (8, 9)  # the first whose units convert to e4m3; the kernel rounds by hand below it
 
 
 class Blocks(NamedTuple):
@@ -54,11 +56,8 @@ def quantize(
         transposed: give x8 as (batch, heads, dim, blocks * BLOCK) or (heads, dim, blocks * BLOCK), zero behind the last
             key of each sequence, keys in the order of `key_of_slot`; else in x's shape, contiguous.
     """
-    kernels = _kernels() if x.dtype in (torch.float16, torch.bfloat16) else None
-    by_kernel = kernels is not None and (x.is_cuda or (_interprets(kernels) and x.dtype != torch.bfloat16))
-    if by_kernel and x.is_cuda and torch.version.hip is not None:
-        by_kernel = False  # PyTorch's e4m3 is not what these units have
-    if not by_kernel or kernels is None or not x.numel():
+    kernels = _kernels_for(x)
+    if kernels is None or not x.numel():
         return _by_operators(x, cu, matrix, factor, transposed=transposed)
     return _by_kernel(kernels, x, cu, matrix, factor, transposed=transposed)
 
@@ -66,6 +65,18 @@ def quantize(
 # ---- by the kernel --------------------------------------------------------------------------------------------------
 
 
+def _kernels_for(x: torch.Tensor) -> ModuleType | None:
+    """Give the kernel's module where it serves a tensor: on NVIDIA GPUs, and in Triton's interpreter."""
+    if x.dtype not in (torch.float16, torch.bfloat16) or torch.version.hip is not None:
+        return None  # AMD's units have another e4m3 than PyTorch's tensors
+    if x.is_cuda:
+        return _kernels() if torch.cuda.get_device_capability(x.device) >= MULTIPLYING else None
+    if x.device.type != "cpu" or x.dtype == torch.bfloat16 or os.environ.get("TRITON_INTERPRET") != "1":
+        return None  # the interpreter multiplies no bfloat16
+    return _kernels()
+
+
+@cache
 def _kernels() -> ModuleType | None:
     try:
         return importlib.import_module("tilewise.kernels.triton.quantize")
@@ -73,12 +84,6 @@ def _kernels() -> ModuleType | None:
         if (absent.name or "").partition(".")[0] != "triton":
             raise
         return None
-
-
-def _interprets(kernels: ModuleType) -> bool:
-    from triton import JITFunction
-
-    return not isinstance(kernels.quantize_blocks, JITFunction)
 
 
 def _by_kernel(

@@ -9,12 +9,10 @@ in which the matrix units take p: `key_of_slot`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
     import torch
-
-    Whole = TypeVar("Whole", int, torch.Tensor)
 
 BLOCK = 128  # rows of q, k and v that share a scale
 LARGEST = 448.0  # the largest number of e4m3: 1.75 * 2**8
@@ -34,7 +32,11 @@ def block_count(rows: int, sequences: int | None = None) -> int:
     return -(-rows // BLOCK) if sequences is None else rows // BLOCK + sequences + 1
 
 
-def exponent_bits(largest_bits: Whole) -> Whole:
+@overload
+def exponent_bits(largest_bits: int) -> int: ...
+@overload
+def exponent_bits(largest_bits: torch.Tensor) -> torch.Tensor: ...
+def exponent_bits(largest_bits):  # type: ignore[no-untyped-def]
     """Give the exponent field of the least power of two that makes a float32 at most 448, from that float's bits.
 
     A float 1.m * 2**e needs 2**(e - 8) where 1.m is at most 1.75, else twice that: the sum carries where it is more.
@@ -47,7 +49,11 @@ def exponent_bits(largest_bits: Whole) -> Whole:
     return ((largest_bits + 0x1FFFFF) >> 23) - 8
 
 
-def key_of_slot(slot: Whole) -> Whole:
+@overload
+def key_of_slot(slot: int) -> int: ...
+@overload
+def key_of_slot(slot: torch.Tensor) -> torch.Tensor: ...
+def key_of_slot(slot):  # type: ignore[no-untyped-def]
     """Give the key of a block that stands at a slot of v: an order inside each 16 keys.
 
     A thread holds p of the keys 2c, 2c + 1, 2c + 8, 2c + 9 of each 16, and takes the slots 4c to 4c + 3.

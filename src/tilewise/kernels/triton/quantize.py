@@ -101,7 +101,7 @@ def quantize_blocks(
         x = rotated_rows(matrix, rows, stop, rotation_ptr, DIM, UNIT)
     else:
         x = load_rows(matrix, rows, 0, stop, DIM, UNIT).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.max(tl.abs(x), axis=1), axis=0), SMALLEST)
+    largest = tl.maximum(tl.max(tl.abs(x)), SMALLEST)
     exponent = exponent_bits(largest.to(tl.int32, bitcast=True))
     x8 = rounded(x * ((254 - exponent) << 23).to(tl.float32, bitcast=True), BY_HAND)
     owner = (entry * heads + head) * blocks + block
