@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from tilewise.backends import block_lists
 from tilewise.backends.block_lists import EMPTY, FULL, PARTIAL, Blocks, TileLists
+from tilewise.lab.masks import SAMPLES, find
 from tilewise.problem.blocks import is_visible
 
 DOCUMENTS = torch.tensor([[0] * 100 + [1] * 156 + [2] * 44, [0] * 290 + [1] * 10])
@@ -268,6 +269,31 @@ def test_a_picture_shows_the_head_and_sequence_asked_for() -> None:
     blocks = Blocks.of(MASKS["documents"][0], batch=2, heads=3, len_q=300, len_kv=300)
     assert blocks.draw(0, 2).splitlines()[1:] == ["++.", "+#.", "..+"]
     assert blocks.draw(1, 0).splitlines()[1:] == ["##+", "##+", "+++"]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_known_mask_has_a_sample_of_any_length(name: str) -> None:
+    for len_q, len_kv in ((1, 1), (300, 500), (1500, 1500)):
+        blocks = Blocks.of(*find(name, len_q, len_kv), len_q=len_q, len_kv=len_kv)
+        empty, partial, full = blocks.counts()
+        assert partial + full > 0
+        assert len(blocks.draw().splitlines()) == 1 + blocks.tiles_q
+    assert empty > 0
+
+
+def test_a_mask_may_come_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch\n"
+        "def first(batch, head, q_pos, kv_pos):\n    return kv_pos < 128\n"
+        "pair = (lambda batch, head, q_pos, kv_pos, limit: kv_pos < limit[0], (torch.tensor([256]),))\n"
+    )
+    counts = [
+        Blocks.of(*find(f"{file}:{name}", 512, 512), len_q=512, len_kv=512).counts() for name in ("first", "pair")
+    ]
+    assert counts == [(12, 0, 4), (8, 0, 8)]
+    with pytest.raises(ValueError, match="has no mask_mod torch: it must be a function"):
+        find(f"{file}:torch", 512, 512)
 
 
 # ---- refused ----

@@ -114,7 +114,11 @@ def test_the_example_in_each_help_works_as_printed(
         (("explain", "--window", "5"), "window must be two whole numbers, such as 256,0; got '5'"),
         (("explain", "--window", "-7,0"), "window's left side counts keys beside the diagonal"),
         (("explain", "--heads", "8", "--heads-kv", "3"), "heads_q must be a multiple of heads_kv"),
-        (("explain", "--kind", "varlen", "--mask"), "mask is no option of varlen attention"),
+        (("explain", "--kind", "varlen", "--mask", "dense"), "mask is no option of varlen attention"),
+        (("explain", "--kind", "cache", "--mask", "causal"), "mask is no option of cache attention"),
+        (("explain", "--mask", "dashed"), "mask must be dense, FILE.py:FUNCTION, or one of causal, "),
+        (("explain", "--mask", "sliding_window:wide"), "mask sliding_window does not take 'wide'"),
+        (("explain", "--mask", "absent.py:mask"), "cannot read absent.py"),
         (("explain", "--backend", "none"), "backend must be one of"),
         (("explain", "--backend", "torch_sdpa", "--sink", "--device", "cpu"), "cannot serve this call: has no sink"),
         (("explain", "--dropout", "2"), "dropout"),
@@ -216,7 +220,7 @@ def test_info_describes_the_machine_and_its_backends(
     ("words", "expected"),
     [
         ((), ("dense attention, B=1 N=4096x4096 d=64 8 heads, float32 on cpu", "backend  torch_sdpa")),
-        (("--len-q", "1000000", "--bias", "--mask"), ("torch_tiled", "dense mask", "bias")),
+        (("--len-q", "1000000", "--bias", "--mask", "dense"), ("torch_tiled", "dense mask", "bias")),
         (
             ("--causal", "--window", "256,-1", "--align", "top_left", "--softcap", "30"),
             ("256", "softcap 30.0"),
@@ -234,6 +238,11 @@ def test_info_describes_the_machine_and_its_backends(
             ("cache attention", "N=1x4096"),
         ),
         (("--kind", "cache", "--len-q", "2", "--len-kv", "500", "--causal", "--alibi"), ("N=2x500", "ALiBi")),
+        (
+            ("--len-q", "300", "--mask", "causal"),
+            ("torch_tiled", "1 full (#), 5 partial (+), 3 empty (.)\n+..\n#+.\n+++"),
+        ),
+        (("--len-q", "300", "--window", "0,0", "--mask", "causal"), ("3 partial (+)", "\n+..\n.+.\n..+")),
     ],
     ids=" ".join,
 )

@@ -314,7 +314,12 @@ def info(
 # ---- explain --------------------------------------------------------------------------------------------------------
 
 
-@app.command(epilog=example("tilewise explain --len-q 16384 --causal --window 4096,0 --device cpu"))
+@app.command(
+    epilog=example(
+        "tilewise explain --len-q 16384 --causal --window 4096,0 --device cpu",
+        "tilewise explain --len-q 4096 --mask documents",
+    )
+)
 def explain(
     kind: Annotated[str, typer.Option(help="dense, varlen (packed sequences) or cache (decoding).")] = "dense",
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
@@ -335,7 +340,13 @@ def explain(
     softcap: Annotated[float | None, typer.Option(help="Cap of the scores.")] = None,
     alibi: Annotated[bool, typer.Option("--alibi", help="Slopes for each head.")] = False,
     bias: Annotated[bool, typer.Option("--bias", help="A dense bias.")] = False,
-    mask: Annotated[bool, typer.Option("--mask", help="A dense mask.")] = False,
+    mask: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MASK",
+            help="dense; a known one, as documents or sliding_window:256,0; or FILE.py:FUNCTION. Draws it.",
+        ),
+    ] = None,
     sink: Annotated[bool, typer.Option("--sink", help="A sink for each head.")] = False,
     kv_start: Annotated[int | None, typer.Option(help="First visible key of each sequence.")] = None,
     kv_stop: Annotated[int | None, typer.Option(help="End of the visible keys.")] = None,
@@ -348,18 +359,21 @@ def explain(
 ) -> None:
     """Say what a call would do: which backend and tiles, why the others refuse, what it costs. Nothing is computed."""
     from tilewise.bench.sketch import Sketch
+    from tilewise.lab.masks import find
     from tilewise.machine.detect import best_device
 
     if kind not in {"dense", "varlen", "cache"}:
         raise ValueError(f"kind must be dense, varlen or cache; got {kind!r}")
     device = device or best_device()
+    len_kv = len_q if len_kv is None else len_kv
+    known = None if mask is None or mask == "dense" else find(mask, len_q, len_kv, device)
     sketch = Sketch(
         kind=cast("Kind", kind),
         batch=batch,
         heads_q=heads,
         heads_kv=heads if heads_kv is None else heads_kv,
         len_q=len_q,
-        len_kv=len_q if len_kv is None else len_kv,
+        len_kv=len_kv,
         dim=dim,
         dim_v=dim if dim_v is None else dim_v,
         dtype=dtype or ("float32" if device == "cpu" else "float16"),
@@ -371,7 +385,8 @@ def explain(
         softcap=softcap,
         alibi=alibi,
         bias=bias,
-        mask=mask,
+        mask=mask == "dense",
+        mask_mod=known,
         sink=sink,
         kv_start=kv_start,
         kv_stop=kv_stop,
@@ -382,7 +397,10 @@ def explain(
         page_size=page_size,
         backend=backend,
     )
-    open_console().print(str(sketch.explain()), soft_wrap=True)
+    console = open_console()
+    console.print(str(sketch.explain()), soft_wrap=True)
+    if known is not None:
+        console.print(sketch.blocks().draw(), soft_wrap=True, markup=False, highlight=False)
 
 
 def _window(text: str | None) -> tuple[int | None, int | None] | None:

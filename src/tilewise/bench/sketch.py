@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
 from tilewise import api
+from tilewise.backends.block_lists import Blocks, MaskMod
 from tilewise.bench.cases import DTYPES
 from tilewise.dispatch import Plan
 from tilewise.machine import detect
+from tilewise.problem.mask import Band
+
+if TYPE_CHECKING:
+    from tilewise.problem.mask import Align
 
 Kind = Literal["dense", "varlen", "cache"]
 
@@ -20,8 +25,8 @@ class Sketch:
     """A call of `tilewise.attention`, `attention_varlen` or `attention_with_kvcache`, by its sizes.
 
     ``len_q`` and ``len_kv`` are each sequence's; with a cache, ``len_kv`` is its capacity. bias, mask, sink and alibi
-    say whether there is such a tensor. page_size: pages in place of one stretch of memory, for "varlen" and "cache".
-    Everything else is as the function has it.
+    say whether there is such a tensor. mask_mod: a function and its tensors. page_size: pages in place of one stretch
+    of memory, for "varlen" and "cache". Everything else is as the function has it.
     """
 
     kind: Kind = "dense"
@@ -42,6 +47,7 @@ class Sketch:
     alibi: bool = False
     bias: bool = False
     mask: bool = False
+    mask_mod: tuple[MaskMod, tuple[torch.Tensor, ...]] | None = None
     sink: bool = False
     kv_start: int | None = None
     kv_stop: int | None = None
@@ -79,12 +85,12 @@ class Sketch:
         """Refuse options that the function of this kind does not take."""
         lacking = {
             "dense": {"page_size"},
-            "varlen": {"mask", "kv_start", "kv_stop", "layout"},
-            "cache": {"bias", "mask", "kv_start", "kv_stop", "dropout", "deterministic"},
+            "varlen": {"mask", "mask_mod", "kv_start", "kv_stop", "layout"},
+            "cache": {"bias", "mask", "mask_mod", "kv_start", "kv_stop", "dropout", "deterministic"},
         }[self.kind]
         for name in sorted(lacking):
             if getattr(self, name) not in (None, False, 0.0):
-                raise ValueError(f"{name.replace('_', '-')} is no option of {self.kind} attention")
+                raise ValueError(f"{name.removesuffix('_mod').replace('_', '-')} is no option of {self.kind} attention")
 
     def _row(self, *shape: int) -> torch.Tensor:
         """Make a tensor of one row; its last stride is 1, as real ones have it."""
@@ -117,12 +123,31 @@ class Sketch:
             v,
             bias=self._row(*full) if self.bias else None,
             mask=torch.ones(self.len_kv, dtype=torch.bool, device=self.device).expand(full) if self.mask else None,
+            **self._functions(),
             kv_start=None if self.kv_start is None else [self.kv_start] * self.batch,
             kv_stop=None if self.kv_stop is None else [self.kv_stop] * self.batch,
             dropout=self.dropout,
             deterministic=self.deterministic,
             layout=layout,
             **self._shared(),
+        )
+
+    def _functions(self) -> dict[str, object]:
+        return {} if self.mask_mod is None else {"mask_mod": self.mask_mod[0], "mask_tensors": self.mask_mod[1]}
+
+    def blocks(self) -> Blocks:
+        """Find the tiles that a dense call's mask_mod, band and lengths leave to visit."""
+        band = Band.of(self.causal, self.window, cast("Align", self.align))
+        return Blocks.of(
+            *(self.mask_mod or (None, ())),
+            batch=self.batch,
+            heads=self.heads_q,
+            len_q=self.len_q,
+            len_kv=self.len_kv,
+            device=self.device,
+            left=band.left,
+            right=band.right,
+            offset=band.offset(self.len_q, self.len_kv),
         )
 
     def _varlen(self) -> Plan:
