@@ -7,6 +7,7 @@ checked and dispatched as ever, with `tilewise.problem.mods.Mods` beside it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -28,27 +29,28 @@ if TYPE_CHECKING:
 ALONE = "Call it outside torch.func's transforms, fake tensors and tensor subclasses, or pass bias= and mask= instead"
 
 
-@torch.compiler.disable(reason="tilewise: an operator carries no score_mod and no mask_mod, so the graph breaks here")
 def call(tensors: Tensors, options: Options, asked: Asked) -> OutAndPerhapsLse:
-    """Run a call with functions of its own.
+    """Run a call with functions of its own; in a compiled graph, outside of it.
 
     Raises:
         TypeError, ValueError: what is asked for is wrong, or cannot be translated or served.
         NotImplementedError: a transform or a fake tensor watches the call.
     """
+    return (_outside if torch.compiler.is_compiling() else _run)(tensors, options, asked)
+
+
+def _run(tensors: Tensors, options: Options, asked: Asked) -> OutAndPerhapsLse:
     options = options._replace(backend=options.backend or dispatch.requested())
-    base = problem_for(tensors, options)
-    asked = _checked(base, asked)
-    problem, captured = _described(base, tensors, asked)
+    problem, together = describe(tensors, options, asked)
+    captured = together.captured
     if dispatch.explaining.get():
         raise dispatch.Explained(dispatch.plan(problem, options.backend))
-    together = ModTensors.of(tensors, captured)
     everything = (*tensors, *captured.score, *captured.mask)
     refuse_jvp(everything)
     if in_transform() or not all(x is None or type(x) in ORDINARY for x in everything):
         raise NotImplementedError(f"attention with a score_mod or mask_mod takes ordinary tensors alone. {ALONE}")
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, *captured.score)):
-        if options.deterministic and any(_asks(problem, captured)):
+        if options.deterministic and any(wants(problem, captured)):
             raise fail(
                 "deterministic=True cannot sum the gradients of a score_mod's tensors, which atomic additions gather",
                 "a score tensor with requires_grad=True",
@@ -57,6 +59,18 @@ def call(tensors: Tensors, options: Options, asked: Asked) -> OutAndPerhapsLse:
         out, lse = _WithMods.apply(problem, together, options.backend, *tensors, *captured.score)  # type: ignore[no-untyped-call]
         return out, lse
     return plain(problem, together, options, None)
+
+
+_outside: Callable[[Tensors, Options, Asked], OutAndPerhapsLse] = torch.compiler.disable(
+    _run, reason="tilewise: no operator carries a score_mod or mask_mod, so the graph breaks before the call"
+)
+
+
+def describe(tensors: Tensors, options: Options, asked: Asked) -> tuple[Problem, ModTensors]:
+    """Check and trace what is asked for, and describe the call; like calls have the same description."""
+    base = problem_for(tensors, options)
+    problem, captured = _described(base, tensors, _checked(base, asked))
+    return problem, ModTensors.of(tensors, captured)
 
 
 # ---- what is asked ---------------------------------------------------------------------------------------------------
@@ -171,11 +185,18 @@ def _check_devices(problem: Problem, specs: dict[str, Spec]) -> None:
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-def _asks(problem: Problem, captured: Captured) -> list[bool]:
+def wants(problem: Problem, captured: Captured) -> list[bool]:
     """Say which of the score_mod's tensors want a gradient that they can have."""
     score = None if problem.mods is None else problem.mods.score
     reached = () if score is None else score.differentiable
     return [x.requires_grad and reach for x, reach in zip(captured.score, reached, strict=True)]
+
+
+def buffers(problem: Problem, score: Sequence[torch.Tensor], wanted: Sequence[bool]) -> tuple[torch.Tensor | None, ...]:
+    """Make room for the gradients of the score_mod's tensors: float32, float64 beside float64."""
+    wide = torch.float64 if problem.dtype == "float64" else torch.float32
+    pairs = zip(score, wanted, strict=True)
+    return tuple(torch.zeros(x.shape, dtype=wide, device=x.device) if want else None for x, want in pairs)
 
 
 class _WithMods(torch.autograd.Function):
@@ -190,7 +211,7 @@ class _WithMods(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*flat, out, lse)  # type: ignore[arg-type]  # None is allowed
         captured = captured_of(together)
-        ctx.call = problem, backend, captured, _asks(problem, captured)  # type: ignore[attr-defined]
+        ctx.call = problem, backend, captured, wants(problem, captured)  # type: ignore[attr-defined]
         return out, lse
 
     @staticmethod
@@ -204,16 +225,12 @@ class _WithMods(torch.autograd.Function):
                 "what the functions do as bias= and mask="
             )
         saved: tuple[torch.Tensor | None, ...] = ctx.saved_tensors  # type: ignore[attr-defined]
-        problem, backend, captured, asks = ctx.call  # type: ignore[attr-defined]
+        problem, backend, captured, wanted = ctx.call  # type: ignore[attr-defined]
         found: list[torch.Tensor | None] = [None] * (len(saved) - 2)
         if d_out is None and d_lse is None:
             return None, None, None, *found
         score = cast("tuple[torch.Tensor, ...]", saved[N_TENSORS:-2])
-        wide = torch.float64 if problem.dtype == "float64" else torch.float32
-        into = tuple(
-            torch.zeros(x.shape, dtype=wide, device=x.device) if ask else None
-            for x, ask in zip(score, asks, strict=True)
-        )
+        into = buffers(problem, score, wanted)
         tensors = ModTensors.of(
             Tensors(*saved[:N_TENSORS]),  # type: ignore[arg-type]  # q, k and v are there
             captured._replace(score=score, gradients=into),

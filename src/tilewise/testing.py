@@ -21,7 +21,7 @@ than itself, so the order of summation adds ``sqrt(len_kv) * eps``. docs/adr/000
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -29,6 +29,8 @@ from typing import NamedTuple
 import torch
 
 from tilewise import autograd, dispatch
+from tilewise.arguments import Asked
+from tilewise.problem.mods import ModTensors, captured_of
 from tilewise.problem.problem import Needs, Options, Problem, Tensors
 
 
@@ -42,21 +44,31 @@ class Results(NamedTuple):
     dv: torch.Tensor | None = None
     dbias: torch.Tensor | None = None
     dsink: torch.Tensor | None = None
+    dtensors: tuple[torch.Tensor, ...] = ()  # of a score_mod's floating point tensors
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call with its data: tensors, options, and the gradients that arrive for out and lse."""
+    """One call with its data: tensors, options, the gradients that arrive for out and lse, and functions of its own."""
 
     tensors: Tensors
     options: Options
     d_out: torch.Tensor
     d_lse: torch.Tensor
+    asked: Asked | None = None
 
     @property
     def problem(self) -> Problem:
         """The call's description."""
-        return autograd.problem_for(self.tensors, self.options)
+        return self.described()[0]
+
+    def described(self) -> tuple[Problem, Tensors]:
+        """Give the call's description and its tensors, with those of its functions."""
+        if self.asked is None:
+            return autograd.problem_for(self.tensors, self.options), self.tensors
+        from tilewise import autograd_mods
+
+        return autograd_mods.describe(self.tensors, self.options, self.asked)
 
     def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Call:
         """Convert all floating point data to a dtype, and move everything to a device."""
@@ -66,7 +78,11 @@ class Call:
 
         moved = [None if x is None else move(x) for x in self.tensors]
         tensors = Tensors(*moved)  # type: ignore[arg-type]  # q, k and v are not None
-        return replace(self, tensors=tensors, d_out=move(self.d_out), d_lse=move(self.d_lse))
+        asked = self.asked
+        if asked is not None:
+            score, mask = (tuple(map(move, given)) for given in (asked.score_tensors, asked.mask_tensors))
+            asked = asked._replace(score_tensors=score, mask_tensors=mask)
+        return replace(self, tensors=tensors, d_out=move(self.d_out), d_lse=move(self.d_lse), asked=asked)
 
 
 @dataclass(frozen=True)
@@ -258,13 +274,39 @@ def run(call: Call, backend: str, *, gradients: bool = True) -> Results:
     Raises:
         ValueError: the backend cannot serve the call, with its reason.
     """
-    problem, tensors = call.problem, call.tensors
+    problem, tensors = call.described()
+    if call.asked is not None and backend == "naive":
+        tensors = _untraced(tensors, call.asked)
     out, lse = dispatch.forward(problem, tensors, backend)
     if not gradients:
         return Results(out, lse)
     needs = Needs(dbias=tensors.bias is not None, dsink=tensors.sink is not None)
+    tensors, into = _with_room(problem, tensors)
     grads = dispatch.backward(problem, tensors, out, lse, call.d_out, call.d_lse, needs, backend)
-    return Results(out, lse, *grads)
+    return Results(out, lse, *grads, dtensors=into)
+
+
+def _untraced(tensors: Tensors, asked: Asked) -> Tensors:
+    """Let the formula call the user's functions themselves, which owes nothing to how they were traced."""
+    captured = captured_of(tensors)
+    if len(captured.score) > len(asked.score_tensors) or len(captured.mask) > len(asked.mask_tensors):
+        return tensors  # closures hold tensors of another dtype than the formula's
+    score, mask = asked.score_mod, asked.mask_mod
+
+    def plainly(function: Callable[..., object] | None) -> Callable[..., torch.Tensor] | None:
+        return None if function is None else lambda *given: torch.as_tensor(function(*given[:-1], *given[-1]))
+
+    changed = captured._replace(score_function=plainly(score), mask_function=plainly(mask) or captured.mask_function)
+    return ModTensors.of(tensors, changed)
+
+
+def _with_room(problem: Problem, tensors: Tensors) -> tuple[Tensors, tuple[torch.Tensor, ...]]:
+    """Ask for the gradients of a score_mod's floating point tensors, and make room for them."""
+    captured = captured_of(tensors)
+    wide = torch.float64 if problem.dtype == "float64" else torch.float32
+    into = tuple(torch.zeros_like(x, dtype=wide) if x.is_floating_point() else None for x in captured.score)
+    asking = ModTensors.of(tensors, captured._replace(gradients=into)) if captured.score else tensors
+    return asking, tuple(x for x in into if x is not None)
 
 
 def oracle(call: Call, *, gradients: bool = True) -> Results:
@@ -286,7 +328,8 @@ def _formula(call: Call, gradients: bool) -> Results:
     device = call.tensors.q.device
     if call.problem.kind == "varlen" and device.type != "cpu":
         found = run(call.to(device="cpu"), "naive", gradients=gradients)
-        return Results(*(None if x is None else x.to(device) for x in found))  # type: ignore[arg-type]
+        moved = (None if x is None else x.to(device) for x in found[:-1])
+        return Results(*moved, dtensors=tuple(x.to(device) for x in found.dtensors))  # type: ignore[arg-type]
     return run(call, "naive", gradients=gradients)
 
 
@@ -338,7 +381,9 @@ def errors(got: Results, ref: Results, low: Results, len_kv: int) -> Iterator[tu
     """Measure every tensor of a result that the oracle has too."""
     finite = ref.lse[torch.isfinite(ref.lse)]
     stored = finite.abs().max().item() * torch.finfo(got.lse.dtype).eps if finite.numel() else 0.0
-    for name, tensor, right, yard in zip(Results._fields, got, ref, low, strict=True):
+    names = (*Results._fields[:-1], *(f"dtensors[{place}]" for place in range(len(ref.dtensors))))
+    columns = ((*found[:-1], *found.dtensors) for found in (got, ref, low))
+    for name, tensor, right, yard in zip(names, *columns, strict=True):
         if (tensor is None) != (right is None):
             raise ValueError(f"{name}: {'missing' if tensor is None else 'unexpected'} in the result")
         if tensor is None or right is None or yard is None:

@@ -188,7 +188,7 @@ def leaves(name: str, parts: Parts) -> Iterator[tuple[str, Argument]]:
     """
     for place, part in enumerate(parts):
         if isinstance(part, tuple):
-            yield from leaves(f"{name}.{place}", cast("Parts", part))
+            yield from leaves(f"{name}.{place}", part)
         else:
             yield f"{name}.{place}", part
 

@@ -62,12 +62,12 @@ class ScoreMod(NamedTuple):
             if not made.requires_grad:
                 return torch.zeros_like(score)
             inputs = [given, *(tensors[n] for n in wanted)]
-            d_given, *rest = torch.autograd.grad(made, inputs, d_score, allow_unused=True)
-        for n, share in zip(wanted, rest, strict=True):
+            found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(made, inputs, d_score, allow_unused=True)
+        for n, share in zip(wanted, found[1:], strict=True):
             into = self.gradients[n]
             if into is not None and share is not None:
                 into += share
-        return torch.zeros_like(score) if d_given is None else d_given
+        return torch.zeros_like(score) if found[0] is None else found[0]
 
 
 class MaskMod(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tilewise.problem.problem import Tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -69,6 +69,6 @@ class ModTensors(Tensors):
 NOTHING = Captured()
 
 
-def captured_of(tensors: Tensors) -> Captured:
+def captured_of(tensors: Sequence[torch.Tensor | None]) -> Captured:
     """Give what a call's functions captured; nothing where it has none."""
     return tensors.captured if isinstance(tensors, ModTensors) else NOTHING

@@ -107,10 +107,10 @@ def add_sink(state, sink):
 
 @triton.jit
 def normalised(state, kept):
-    """Give the rows of out and of lse; ``kept`` is the share that dropout leaves."""
+    """Give the rows of out, and what lse is made of: row_max, and row_sum or 1; dropout leaves the share ``kept``."""
     row_max, row_sum, acc = state
     row_sum_or_1 = tl.where(row_sum == 0, 1.0, row_sum)
-    return acc / (row_sum_or_1 * kept)[:, None], row_max * LN2 + tl.log(row_sum_or_1)
+    return acc / (row_sum_or_1 * kept)[:, None], row_max, row_sum_or_1
 
 
 @kernel
@@ -194,8 +194,8 @@ def attention_forward(
             )  # fmt: skip
     if len(sink) > 0:
         state = add_sink(state, tl.where(is_tail, -float("inf"), sink[0] * LOG2E))
-    acc, lse_rows = normalised(state, 1.0 if seed_ptr is None else 1.0 - dropout)
+    acc, row_max, row_sum = normalised(state, 1.0 if seed_ptr is None else 1.0 - dropout)
     store_rows((out, out_row_stride, out_dim_stride), q_start, len_q, acc, DIM_V, BLOCK_Q, BLOCK_DIM_V, UNIT, piece)
     if lse_ptr is not None:
         lse = base_of(lse_ptr, sequence, head, q_base, lse_batch_stride, lse_head_stride, lse_row_stride, 1)
-        tl.store(lse + rows * lse_row_stride, lse_rows, mask=rows < len_q)
+        tl.store(lse + rows * lse_row_stride, row_max * LN2 + tl.log(row_sum), mask=rows < len_q)

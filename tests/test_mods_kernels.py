@@ -1,0 +1,106 @@
+"""Scores and masks that users write, in every engine: against the formula in float64, and what they compile to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+import tilewise
+from tilewise.arguments import Asked
+from tilewise.problem.problem import Options
+from tilewise.testing import Call, Case, check, run
+
+Function = Callable[..., object]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreter = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 before Python starts"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"),
+]
+BACKENDS = ["torch_tiled", pytest.param("triton_portable", marks=interpreter)]
+
+
+@dataclass(frozen=True)
+class Mod:
+    """One function of scores or of visibility, or both, in a case; shapes of tensors by letters, digits are sizes."""
+
+    name: str
+    score: Function | None = None
+    score_shapes: tuple[tuple[int, ...], ...] = ()
+    mask: Function | None = None
+    mask_tensors: tuple[torch.Tensor, ...] = ()
+    case: Case = field(default_factory=lambda: Case("mods", options=Options(return_lse=True)))
+
+    def call(self, dtype: str, seed: int = 0) -> Call:
+        """Draw the case's data and the tensors of the score."""
+        call = self.case.build("cpu", dtype, seed)
+        generator = torch.Generator().manual_seed(seed)
+        tensors = tuple(torch.randn(shape, generator=generator).to(call.tensors.q.dtype) for shape in self.score_shapes)
+        return replace(call, asked=Asked(self.score, tensors, self.mask, self.mask_tensors))
+
+
+def grouped(**more: object) -> Case:
+    return Case("mods", heads_q=4, len_kv=50, options=Options(return_lse=True, **more))  # type: ignore[arg-type]
+
+
+LENGTHS = (5, 0, 41, 1, 17)
+PACKED = Case("mods", heads_q=4, lengths_q=LENGTHS, tail=3, options=Options(causal=True, return_lse=True))
+DOCUMENTS = torch.tensor([0] * 9 + [1] * 3 + [2] * 20 + [3] * 18)
+
+MODS = [
+    Mod("relative distance", lambda s, b, h, q, kv: s - 0.25 * abs(q - kv)),
+    Mod("slopes of heads", lambda s, b, h, q, kv, t: s + t[h] * (kv - q), ((4,),), case=grouped(causal=True)),
+    Mod("a table of distances", lambda s, b, h, q, kv, t: s + t[h, q - kv + 50], ((4, 90),), case=grouped()),
+    Mod("a full bias", lambda s, b, h, q, kv, t: s + t[b, h, q, kv], ((2, 4, 37, 50),), case=grouped()),
+    Mod("a capped score", lambda s, b, h, q, kv: 2.0 * torch.tanh(s / 2.0), case=grouped(softcap=5.0)),
+    Mod("a sum of rows and columns", lambda s, b, h, q, kv, t, u: s * t[b, q] + u[kv], ((2, 37), (50,)), case=grouped()),
+    Mod("a number for all", lambda s, b, h, q, kv, t: s * t, ((),)),
+    Mod("hidden by the score", lambda s, b, h, q, kv: torch.where(q >= kv, s, -torch.inf), case=grouped()),
+    Mod("a window", mask=lambda b, h, q, kv: (q - kv).abs() < 5),
+    Mod("documents", mask=lambda b, h, q, kv, d: (d[q] == d[kv]) & (q >= kv), mask_tensors=(DOCUMENTS,), case=grouped()),
+    Mod("some rows see nothing", mask=lambda b, h, q, kv: (q > 9) & (kv % 3 == 0) & (h != 1), case=grouped(dropout=0.2)),
+    Mod(
+        "both, beside all else",
+        lambda s, b, h, q, kv, t: s + torch.sin(t[h] * s) / (1 + q),
+        ((4,),),
+        lambda b, h, q, kv: (kv % 4 != 1) | (h == b),
+        case=Case(
+            "many", heads_q=4, len_q=29, bias="1hqk", mask="b1qk", sink="h", alibi="h", ranges=((2, 33), (0, 30)),
+            options=Options(causal=True, window_left=20, softcap=3.0, dropout=0.2, layout="bshd", return_lse=True),
+        ),
+    ),
+    Mod("packed", lambda s, b, h, q, kv, t: s * 0.5 + t[b, h] * kv / (q + 1), ((5, 4),), case=PACKED),
+    Mod("packed, masked", mask=lambda b, h, q, kv: (kv + b) % 3 != 0, case=replace(PACKED, bias="hqk", sink="bh")),
+]  # fmt: skip
+NAMES = [mod.name for mod in MODS]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let 37 queries and keys be several tiles, masked and bare ones among them."""
+    if INTERPRETED:
+        from tilewise.backends import triton_portable
+        from tilewise.machine.tiles import Tiles
+
+        monkeypatch.setattr(triton_portable, "default_tiles", lambda *_: Tiles(32, 16))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fill what torch allocates without a value with NaN, so that a row left unwritten shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mod", MODS, ids=NAMES)
+def test_every_function_is_within_budget_forward_and_backward(mod: Mod, backend: str) -> None:
+    call = mod.call("float32")
+    report = check(run(call, backend), call)
+    assert {"out", "lse", "dq", "dk", "dv"} <= set(report)
+    assert sum(name.startswith("dtensors") for name in report) == len(mod.score_shapes)
