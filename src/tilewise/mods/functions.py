@@ -125,10 +125,9 @@ def sigmoid(x: Values) -> Values:
     >>> sigmoid(np.array([-1000.0, 0.0, 1000.0])).tolist()
     [0.0, 0.5, 1.0]
     """
-    library = library_of(x)
-    # The half of a hyperbolic tangent: NumPy has no sigmoid, and exp(1000) would overflow.
-    result: Values = 0.5 * np.tanh(0.5 * np.asarray(x)) + 0.5 if library is np else library.sigmoid(x)
-    return result
+    if library_of(x) is np:  # which has no sigmoid; and exp(1000) would overflow
+        return 0.5 * tanh(0.5 * x) + 0.5  # type: ignore[operator, no-any-return]
+    return _apply("sigmoid", x)
 
 
 def floor(x: Values) -> Values:

@@ -10,22 +10,26 @@ sums of.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import fx
 from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from tilewise.mods.capture import rebuild
+from tilewise.mods.capture import Function, Number, fits_int32, rebuild
 from tilewise.mods.operations import Refusal, operation_name
 
-Function = Callable[..., object]
-Index = torch.Tensor | int
+Index: TypeAlias = "torch.Tensor | int"
+Results: TypeAlias = "tuple[object, list[object], list[list[object]]]"
 PLACES = {"score": ("score", "batch", "head", "q_pos", "kv_pos"), "mask": ("batch", "head", "q_pos", "kv_pos")}
 
 
@@ -158,7 +162,7 @@ VALUES = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nu
 
 
 def is_captured(value: object) -> bool:
-    """Say whether a value is a tensor from outside the trace."""
+    """Say whether a value is a tensor from outside the trace; inside it, all are fake and without axes."""
     return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
 
 
@@ -185,17 +189,19 @@ class Recorded:
 
     @property
     def inputs(self) -> list[fx.Node]:
+        """The graph's inputs, in order."""
         return [node for node in self.graph.graph.nodes if node.op == "placeholder"]
 
     @property
-    def results(self) -> tuple[object, list[object], list[list[object]]]:
+    def results(self) -> Results:
         """The value, its derivatives with respect to the score and the loads, and of each load its indices."""
         (output,) = (node for node in self.graph.graph.nodes if node.op == "output")
-        return output.args[0]  # type: ignore[return-value]
+        results: Results = output.args[0]
+        return results
 
 
 def record(
-    kind: str, function: Function, given: Sequence[torch.Tensor], numbers: Sequence[int | float], gradient: bool
+    kind: str, function: Function, given: Sequence[torch.Tensor], numbers: Sequence[Number], gradient: bool
 ) -> tuple[Recorded, tuple[torch.Tensor, ...]]:
     """Record a function, or its gradient, and list the tensors that it reads.
 
@@ -205,16 +211,15 @@ def record(
 
     def call(values: Sequence[object], loads: Loads) -> object:
         waiting = iter(values[count:])
-        changed = rebuild(function, lambda number: next(waiting)) if numbers else function
+        changed = rebuild(function, lambda _: next(waiting)) if numbers else function
         with loads:
             return loads.single(changed(*values[:count], *given))
 
     with FakeTensorMode():
-        values = samples(kind, numbers)
         first = Loads(given)
-        call(values, first)
+        call(samples(kind, numbers), first)
 
-    def traced(*values: torch.Tensor) -> tuple[object, list[object], list[list[object]]]:
+    def traced(*values: torch.Tensor) -> Results:
         own, leaves = list(values[: count + len(numbers)]), list(values[count + len(numbers) : len(values) - gradient])
         if gradient:
             wanted = [own[0].detach().requires_grad_()]
@@ -237,17 +242,33 @@ def record(
     return Recorded(graph, len(numbers), loads, dtypes, ranks, first.reads_shapes), tensors
 
 
-def samples(kind: str, numbers: Sequence[int | float]) -> list[torch.Tensor]:
+def nobody_watching() -> ExitStack:
+    """Hold off what the caller has switched on, such as inference mode or a transform: a translation serves all."""
+    stack = ExitStack()
+    for state in (
+        temporarily_clear_interpreter_stack(),
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+    ):
+        stack.enter_context(state)
+    return stack
+
+
+def samples(kind: str, numbers: Sequence[Number]) -> list[torch.Tensor]:
     """Make values of the types that a function meets: a score, positions, and the numbers of its closure."""
     score = [torch.zeros((), dtype=torch.float32)] if kind == "score" else []
     positions = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
     return [*score, *positions, *(torch.zeros((), dtype=number_type(number)) for number in numbers)]
 
 
-def number_type(number: int | float) -> torch.dtype:
+def number_type(number: Number) -> torch.dtype:
+    """Give the type in which a captured number reaches the kernels."""
     if isinstance(number, float):
         return torch.float32
-    return torch.int32 if -(2**31) <= number < 2**31 else torch.int64
+    return torch.int32 if fits_int32(number) else torch.int64
 
 
 def differentiate(value: object, inputs: list[torch.Tensor], d_value: torch.Tensor) -> list[object]:
@@ -261,7 +282,7 @@ def differentiate(value: object, inputs: list[torch.Tensor], d_value: torch.Tens
 
 
 @functools.cache
-def decompositions() -> dict[object, Function]:
+def decompositions() -> dict[torch._ops.OpOverload, Function]:
     """What torch breaks into simpler operations for us: activations and the backward formulas."""
     aten = torch.ops.aten
     further = (
@@ -270,43 +291,49 @@ def decompositions() -> dict[object, Function]:
         aten.threshold_backward, aten.hardtanh, aten.hardtanh_backward, aten.hardsigmoid, aten.hardswish, aten.mish,
         aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.addcmul, aten.addcdiv, aten.lerp,
     )  # fmt: skip
-    return {**core_aten_decompositions(), **get_decompositions(further)}
+    table: dict[torch._ops.OpOverload, Function] = {}
+    table.update(core_aten_decompositions())
+    table.update(get_decompositions(further))  # type: ignore[arg-type]  # the keys are overloads all
+    return table
 
 
 # ---- running ----
 
 
-def runnable(kind: str, recorded: Recorded, wide: bool) -> fx.GraphModule:
+def runnable(kind: str, recorded: Recorded, wide: bool, device: torch.device) -> fx.GraphModule:
     """Make of a graph one that loads for itself: (score and positions, constants, tensors) -> value.
 
-    If ``wide``, what the function made float32 is float64.
+    If ``wide``, what the function made float32 is float64. What it made of numbers comes to the device.
     """
     count = len(PLACES[kind]) + recorded.numbers
     value, _, indices = recorded.results
     graph = fx.Graph()
-    made: dict[fx.Node, object] = {node: graph.placeholder(node.name) for node in recorded.inputs[:count]}
+    made: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in recorded.inputs[:count]}
     tensors = [graph.placeholder(f"tensor_{n}") for n in range(len(recorded.dtypes))]
     leaves = dict(zip(recorded.inputs[count:], zip(recorded.loads, indices, strict=True), strict=True))
 
-    def of(node: fx.Node) -> object:
+    def of(node: fx.Node) -> fx.Node:
         if node not in made:
             if node in leaves:
                 tensor, places = leaves[node]
-                args = (tensors[tensor], [of(at) if isinstance(at, fx.Node) else at for at in places])
-                made[node] = graph.call_function(load_element, args)
+                found = [of(at) if isinstance(at, fx.Node) else at for at in places]
+                made[node] = graph.call_function(load_element, (tensors[tensor], found))  # type: ignore[arg-type]
             else:
                 made[node] = graph.node_copy(node, of)
         return made[node]
 
-    graph.output(of(value) if isinstance(value, fx.Node) else value)
+    graph.output(of(value) if isinstance(value, fx.Node) else value)  # type: ignore[arg-type]
+    changes: dict[object, object] = {torch.device("cpu"): device}
     if wide:
-        for node in graph.nodes:
-            node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), widened)
+        changes[torch.float32] = torch.float64
+
+    def changed(argument: fx.node.Argument) -> fx.node.Argument:
+        is_name = isinstance(argument, (torch.device, torch.dtype))
+        return changes.get(argument, argument) if is_name else argument  # type: ignore[return-value]
+
+    for node in graph.nodes:
+        node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), changed)
     return fx.GraphModule(recorded.graph, graph)
-
-
-def widened(argument: object) -> object:
-    return torch.float64 if argument is torch.float32 else argument
 
 
 def load_element(tensor: torch.Tensor, indices: Sequence[Index]) -> torch.Tensor:

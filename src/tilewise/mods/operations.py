@@ -32,7 +32,7 @@ Of = Callable[[object], Value]
 Write = Callable[[Of, fx.Node], Value]
 
 
-def literal(number: bool | int | float) -> Value:
+def literal(number: bool | float) -> Value:
     """Write a number."""
     if isinstance(number, bool):
         return Value(str(number), torch.bool, frozenset(), True, number)

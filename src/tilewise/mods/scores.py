@@ -104,7 +104,8 @@ def t5_bucket(distance: np.ndarray, buckets: int, max_distance: int, is_bidirect
     # In float32, as T5 computes it: a distance just at a border falls as it does there.
     ratio = np.log(np.maximum(distance, 1).astype(np.float32) / single) / math.log(max_distance / single)
     wide = single + (ratio * (buckets - single)).astype(distance.dtype)
-    return first + np.where(distance < single, distance, np.minimum(wide, buckets - 1))
+    bucket: np.ndarray = first + np.where(distance < single, distance, np.minimum(wide, buckets - 1))
+    return bucket
 
 
 def sandwich(heads: int, like: Array, *, max_distance: int, dim: int = 128) -> Score:

@@ -110,7 +110,7 @@ class Writer:
         return self.pointers[site]
 
     def offset(self, site: int, tensor: int, tuples: str = "tensors") -> tuple[str, frozenset[str]]:
-        """Give the text `` + index * stride`` of a load's element. Negative indices count from the end; all are clamped."""
+        """Give the text of a load's offset. Negative indices count from the end; all are clamped."""
         rank = len(self.indices[site])
         terms = []
         for axis, node in enumerate(self.indices[site]):

@@ -6,12 +6,13 @@ import hashlib
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import fx
 
-from tilewise.mods.capture import Walk, numbers_of
-from tilewise.mods.graph import PLACES, Function, Recorded, number_type, record, runnable
+from tilewise.mods.capture import Function, Number, Walk, numbers_of
+from tilewise.mods.graph import PLACES, Recorded, nobody_watching, number_type, record, runnable
 from tilewise.mods.operations import Refusal, Value
 from tilewise.mods.source import WHERE_FROM, Writer, forward_source, gradient_source
 
@@ -30,7 +31,7 @@ class Traced:
     source: str  # def score_mod(score, batch, head, q_pos, kv_pos, tensors, constants); mask_mod is without score
     gradient_source: str | None  # def score_mod_gradient(..., d_score, d_tensors, visible); None for a mask
     gradient_refusal: str | None  # why there is no gradient of a score
-    constants: tuple[int | float, ...]  # the numbers that the sources take at run time
+    constants: tuple[Number, ...]  # the numbers that the sources take at run time
     loads: tuple[int, ...]  # of each load in the source: which tensor it reads
     ranks: tuple[int, ...]  # of the tensors
     dtypes: tuple[str, ...]  # of the tensors, such as "float32"
@@ -112,7 +113,8 @@ def _traced(kind: str, function: Function, given: tuple[torch.Tensor, ...]) -> t
         entry = _kept.get(key)
     if entry is not None:
         return entry.at(walk, given)
-    graphs, traced, read = _translate(kind, function, given)
+    with nobody_watching():
+        graphs, traced, read = _translate(kind, function, given)
     captured = read[len(given) :]
     places = [next((n for n, known in enumerate(walk.tensors) if known is tensor), None) for tensor in captured]
     known = tuple(place for place in places if place is not None)
@@ -140,30 +142,32 @@ class Graphs:
     kind: str
     forward: Recorded
     lifted: bool  # the numbers of the closure are inputs of the graph
-    _made: dict[bool, fx.GraphModule] = field(default_factory=dict)
+    _made: dict[tuple[bool, torch.device], fx.GraphModule] = field(default_factory=dict)
 
-    def bound(self, constants: tuple[int | float, ...]) -> Callable[..., torch.Tensor]:
+    def bound(self, constants: tuple[Number, ...]) -> Callable[..., torch.Tensor]:
         """Give ``run([score,] batch, head, q_pos, kv_pos, tensors)`` on torch tensors that broadcast, loads clamped.
 
         Differentiable by torch; float64 for a float64 score.
         """
 
         def run(*arguments: object) -> torch.Tensor:
-            places, tensors = arguments[:-1], arguments[-1]
+            places, tensors = arguments[:-1], cast("Sequence[torch.Tensor]", arguments[-1])
             wide = getattr(places[0], "dtype", None) is torch.float64
-            if wide not in self._made:
-                self._made[wide] = runnable(self.kind, self.forward, wide)
-            numbers = [tensor_of(number, wide) for number in constants] if self.lifted else []
-            result: torch.Tensor = self._made[wide](*places, *numbers, *tensors)
+            device = next((place.device for place in places if isinstance(place, torch.Tensor)), torch.device("cpu"))
+            if (wide, device) not in self._made:
+                self._made[wide, device] = runnable(self.kind, self.forward, wide, device)
+            numbers = [tensor_of(number, wide, device) for number in constants] if self.lifted else []
+            result: torch.Tensor = self._made[wide, device](*places, *numbers, *tensors)
             return result
 
         return run
 
 
-def tensor_of(number: int | float, wide: bool) -> torch.Tensor:
+def tensor_of(number: Number, wide: bool, device: torch.device) -> torch.Tensor:
     """Make a captured number a tensor without axes, as the function met it when it was recorded."""
     dtype = number_type(number)
-    return torch.tensor(number, dtype=torch.float64 if wide and dtype.is_floating_point else dtype)
+    # Filled, not copied: the host need not wait for the device.
+    return torch.full((), number, dtype=torch.float64 if wide and dtype.is_floating_point else dtype, device=device)
 
 
 Translation = tuple[Graphs, Traced, tuple[torch.Tensor, ...]]
@@ -179,14 +183,14 @@ def _translate(kind: str, function: Function, given: tuple[torch.Tensor, ...]) -
             pass
     try:
         return _attempt(kind, function, given, ())
-    except Exception as error:  # noqa: BLE001 - as above
+    except Exception as error:
         raise ValueError(f"the {kind}_mod {_name(function)} {_reason(error)}") from error
 
 
 def _attempt(
-    kind: str, function: Function, given: tuple[torch.Tensor, ...], numbers: tuple[int | float, ...]
+    kind: str, function: Function, given: tuple[torch.Tensor, ...], numbers: tuple[Number, ...]
 ) -> Translation:
-    baked: list[int | float] = []
+    baked: list[Number] = []
     lift = None if numbers or not numbers_of(function) else baked
     forward, tensors = record(kind, function, given, numbers, gradient=False)
     value, _, _ = forward.results
@@ -199,7 +203,10 @@ def _attempt(
             gradient = gradient_source(_writer(kind, backward, numbers, lift), d_score, d_loads)
             for load, d_load in zip(backward.loads, d_loads, strict=True):
                 reached[load] |= d_load is not None
-        except Exception as error:  # noqa: BLE001 - a score may be used without a gradient
+        except Exception as error:
+            if numbers:
+                raise
+            # A score may be used without a gradient.
             refusal = f"the score_mod {_name(function)} {_reason(error)}"
     graphs = Graphs(kind, forward, bool(numbers))
     constants = numbers or tuple(baked)
@@ -219,7 +226,7 @@ def _attempt(
     return graphs, traced, tensors
 
 
-def _writer(kind: str, recorded: Recorded, numbers: tuple[int | float, ...], lift: list[int | float] | None) -> Writer:
+def _writer(kind: str, recorded: Recorded, numbers: tuple[Number, ...], lift: list[Number] | None) -> Writer:
     """Say what the inputs of a graph are called in the source."""
     inputs = iter(recorded.inputs)
     values: dict[fx.Node, Value] = {}
