@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -265,3 +267,16 @@ def test_a_function_that_decides_in_python_is_refused() -> None:
     q, k, v = inputs()
     with pytest.raises(ValueError, match="decides in Python"):
         flex_attention(q, k, v, lambda score, b, h, q, kv: score if q > kv else -score)
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def test_the_code_of_the_page_on_scores_and_masks_runs_and_prints_what_it_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "mods.md").read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    for code, shown in re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", page, re.MULTILINE | re.DOTALL):
+        exec(code, names)  # noqa: S102 - our own page
+        assert capsys.readouterr().out.strip() == shown.strip()

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
         softmax,
         use_backend,
     )
+    from tilewise.backends.block_lists import Blocks
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Blocks",
     "__version__",
     "attention",
     "attention_varlen",
@@ -41,7 +43,8 @@ if not TYPE_CHECKING:  # hidden from the type checker, which would otherwise acc
             raise AttributeError(f"module 'tilewise' has no attribute {name!r}; it has {', '.join(__all__)}")
         from importlib import import_module
 
-        module = import_module("tilewise.reference" if name == "reference" else "tilewise.api")
+        homes = {"reference": "tilewise.reference", "Blocks": "tilewise.backends.block_lists"}
+        module = import_module(homes.get(name, "tilewise.api"))
         value = module if name == "reference" else getattr(module, name)
         globals()[name] = value
         return value

@@ -37,7 +37,7 @@ MaskMod: TypeAlias = Callable[..., torch.Tensor | bool]
 EMPTY, PARTIAL, FULL = 0, 1, 2
 SIGNS = ".+#"  # how they are drawn
 BLOCK = 128  # queries and keys of a tile, a multiple of every kernel's tiles
-PIECE_Q, PIECE_KV = 128, 64  # pairs that a program of the kernel looks at together, at the most
+PIECE_Q, PIECE_KV = 128, 32  # pairs that a program of the kernel looks at together, at the most
 MOST_KEPT = 32  # lists of so many masks are kept; each keeps its mask's tensors alive
 MOST_DRAWN = 64  # rows and columns of a picture; larger ones are drawn in groups of tiles
 
@@ -398,7 +398,7 @@ class _Asked(NamedTuple):
             "PIECE_KV": math.gcd(self.block_kv, PIECE_KV),
             "FILL": fill,
         }
-        launch_named(list_tiles, (rows, 1, 1), named, num_warps=8)
+        launch_named(list_tiles, (rows, 1, 1), named, num_warps=4)
 
 
 def _tiles(length: int, block: int) -> int:
