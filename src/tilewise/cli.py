@@ -313,6 +313,13 @@ def info(
 
 # ---- explain --------------------------------------------------------------------------------------------------------
 
+ShownMask = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MASK", help="dense; a known one, as documents or sliding_window:256,0; or FILE.py:FUNCTION. Draws it."
+    ),
+]
+
 
 @app.command(
     epilog=example(
@@ -340,13 +347,7 @@ def explain(
     softcap: Annotated[float | None, typer.Option(help="Cap of the scores.")] = None,
     alibi: Annotated[bool, typer.Option("--alibi", help="Slopes for each head.")] = False,
     bias: Annotated[bool, typer.Option("--bias", help="A dense bias.")] = False,
-    mask: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MASK",
-            help="dense; a known one, as documents or sliding_window:256,0; or FILE.py:FUNCTION. Draws it.",
-        ),
-    ] = None,
+    mask: ShownMask = None,
     sink: Annotated[bool, typer.Option("--sink", help="A sink for each head.")] = False,
     kv_start: Annotated[int | None, typer.Option(help="First visible key of each sequence.")] = None,
     kv_stop: Annotated[int | None, typer.Option(help="End of the visible keys.")] = None,
