@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, Protocol, cast, overload
 
 import torch
@@ -198,6 +199,11 @@ def _problem_of(
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise fail("FP8 attention has no gradient", "requires_grad=True", "Call it under torch.no_grad(), or detach")
     refuse_jvp((q, k, v))
+    return _with_dtype_of_out(problem)
+
+
+@lru_cache(maxsize=4096)
+def _with_dtype_of_out(problem: Problem) -> Problem:
     return replace(problem, dtype="float16" if problem.dtype == "float16" else "bfloat16")
 
 
@@ -286,7 +292,22 @@ def _problem_of_quantized(quantized: object, options: Options) -> Problem:
     if not isinstance(quantized, Quantized):
         mend = "Make it with tilewise.fp8.quantize, or pass q, k and v to tilewise.attention(..., fp8=True)"
         raise mismatch("attention in FP8 takes a Quantized", type(quantized).__name__, mend)
-    return describe(quantized.specs, options)
+    cu = quantized.cu_seqlens_q
+    key = (
+        quantized.q8.shape, quantized.k8.shape, quantized.q8.device, quantized.dtype, options,
+        None if cu is None else cu.shape,
+    )  # fmt: skip
+    problem = _problems.get(key)
+    if problem is None:
+        problem = describe(quantized.specs, options)
+        if len(_problems) >= _PROBLEMS_KEPT:
+            _problems.clear()
+        _problems[key] = problem
+    return problem
+
+
+_problems: dict[object, Problem] = {}  # of calls that were met before: metadata need not be checked twice
+_PROBLEMS_KEPT = 4096
 
 
 def attend(
@@ -319,11 +340,16 @@ def _serving(problem: Problem, backend: str | None) -> str:
     name = backend or dispatch.requested() or KERNEL
     if name not in (KERNEL, PARTNER):
         raise fail(f'FP8 attention is computed by "{KERNEL}" or "{PARTNER}"', repr(name), "Name one, or leave it None")
-    reason = None if name == PARTNER else _kernel().why_not(problem)
+    reason = None if name == PARTNER else _why_not(problem)
     if reason is not None:
         mend = f'backend="{PARTNER}" attends to the same rounded numbers on any device; fp8=False does without rounding'
         raise ValueError(f"backend {name!r} cannot serve this call: {reason}. {mend}")
     return name
+
+
+@lru_cache(maxsize=4096)
+def _why_not(problem: Problem) -> str | None:
+    return _kernel().why_not(problem)
 
 
 def _kernel() -> Kernel:
@@ -346,7 +372,7 @@ def _plan(problem: Problem, name: str) -> dispatch.Plan:
     """Say what a call in FP8 would do; its roofline is that of 8-bit products where the data sheet has them."""
     plan = dispatch.plan(problem, PARTNER)
     if name == PARTNER:
-        refusals = {KERNEL: _kernel().why_not(problem) or f"{PARTNER} was named"}
+        refusals = {KERNEL: _why_not(problem) or f"{PARTNER} was named"}
         return replace(plan, backward="nobody: FP8 is for inference", refusals=refusals)
     rated = "float8" in detect(problem.device).rates
     return replace(
