@@ -1,30 +1,36 @@
 """What holds for scores and masks that users write: their translation computes what they say, forward and backward."""
+# ruff: noqa: ARG002, ARG004, ARG005 - scores and masks have one signature, whether or not they need all of it
 
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import os
+import re
 import time
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from tilewise import mods
-from tilewise.mods.trace import Traced, trace_mask, trace_score
+from tilewise.mods import trace
+from tilewise.mods.trace import trace_mask, trace_score
 from tilewise.testing import error
 
-triton = pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402 - after the question whether there is any
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+pytest.importorskip("triton")
 
-from tilewise.kernels.share import share  # noqa: E402
-from tilewise.mods.source import function_from  # noqa: E402
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mods_tile import described, device_function, one_tile
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 before Python starts")
@@ -40,49 +46,6 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def integers(*shape: int, stop: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.randint(stop, shape, generator=torch.Generator().manual_seed(stop), dtype=dtype)
-
-
-# ---- a kernel of one tile for each batch and head ----
-
-
-@triton.jit
-def one_tile(
-    score_ptr, d_score_ptr, visible_ptr, out_ptr, seen_ptr, d_in_ptr, heads, len_q, len_kv, tensors, constants, d_tensors,
-    mask_tensors, mask_constants,
-    SCORE: tl.constexpr, GRADIENT: tl.constexpr, MASK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """Apply a score_mod and its gradient, or a mask_mod, to a tile. What lies outside the lengths is NaN."""
-    batch = tl.program_id(0) // heads
-    head = tl.program_id(0) % heads
-    if TRANSPOSED:
-        q_pos = tl.arange(0, BLOCK_Q)[None, :]
-        kv_pos = tl.arange(0, BLOCK_KV)[:, None]
-    else:
-        q_pos = tl.arange(0, BLOCK_Q)[:, None]
-        kv_pos = tl.arange(0, BLOCK_KV)[None, :]
-    at = (tl.program_id(0) * len_q + q_pos) * len_kv + kv_pos
-    inside = (q_pos < len_q) & (kv_pos < len_kv)
-    if MASK is not None:
-        seen = inside & MASK(batch, head, q_pos, kv_pos, mask_tensors, mask_constants)
-        tl.store(seen_ptr + at, seen.to(tl.int8), mask=inside)
-    if SCORE is not None:
-        score = tl.load(score_ptr + at, mask=inside, other=float("nan"))
-        d_score = tl.load(d_score_ptr + at, mask=inside, other=float("nan"))
-        visible = tl.load(visible_ptr + at, mask=inside, other=0) != 0
-        out = SCORE(score, batch, head, q_pos, kv_pos, tensors, constants)
-        tl.store(out_ptr + at, out, mask=inside)
-        d_in = GRADIENT(score, batch, head, q_pos, kv_pos, tensors, constants, d_score, d_tensors, visible)
-        tl.store(d_in_ptr + at, d_in, mask=inside)
-
-
-def described(tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[object, ...], ...]:
-    return tuple((tensor, *tensor.stride(), *tensor.shape) for tensor in tensors)
-
-
-@functools.cache
-def device_function(source: str) -> object:
-    return share(function_from(source))
 
 
 class Outcome(NamedTuple):
@@ -152,6 +115,7 @@ BY_DISTANCE = normal(HEADS, 21)
 DENSE = normal(BATCH, HEADS, LEN_Q, LEN_KV)
 KIND = integers(LEN_Q, LEN_KV, stop=5, dtype=torch.int64)
 GROUP = integers(LEN_KV, stop=4, dtype=torch.int16)
+COMPLEX = torch.ones(3, dtype=torch.complex64)
 FLAGS = integers(LEN_Q, stop=2).bool()
 
 
@@ -175,7 +139,14 @@ def powers(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
 
 def from_torch(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
     clipped = torch.clamp(score, -1.0, 1.5) + score.clamp(min=0.25) + torch.clamp_max(score, 0.75)
-    smooth = F.gelu(score) + F.silu(score) + F.softplus(score) + F.relu(score) + torch.erf(score) + torch.rsqrt(abs(score) + 1)
+    smooth = (
+        functional.gelu(score)
+        + functional.silu(score)
+        + functional.softplus(score)
+        + functional.relu(score)
+        + torch.erf(score)
+        + torch.rsqrt(abs(score) + 1)
+    )
     chosen = score.masked_fill(q_pos == kv_pos, 2.0) + torch.where(torch.logical_not(q_pos > kv_pos), score, 0.5)
     return clipped + smooth + chosen + torch.sign(score) * score + torch.reciprocal(score.square() + 1)
 
@@ -222,7 +193,9 @@ EXAMPLES = {
     "all pairs read one number": Example(lambda s, b, h, q, kv, t: s * t[h, (q - kv) * 0 + 1], (BY_DISTANCE,)),
     "counted from the end": Example(lambda s, b, h, q, kv, t: s + t[b, -1 - q] + t[-1, 2], (TABLE,)),
     "loads that lead to loads": Example(
-        lambda s, b, h, q, kv, t, kind, group, flag: s * mods.where(flag[q], t[h, kind[q, kv]], t[h, group[kv].long() + 5]),
+        lambda s, b, h, q, kv, t, kind, group, flag: (
+            s * mods.where(flag[q], t[h, kind[q, kv]], t[h, group[kv].long() + 5])
+        ),
         (BY_DISTANCE, KIND, GROUP, FLAGS),
     ),
     "a tensor read twice": Example(lambda s, b, h, q, kv, t: s * t[b, q] + t[b, q // 2] * t[1 - b, 3], (TABLE,)),
@@ -287,12 +260,18 @@ def everything(score, batch, head, q_pos, kv_pos, *tensors):  # type: ignore[no-
 
 @pytest.mark.compile
 @compiled
-@pytest.mark.parametrize("target", [GPUTarget("cuda", 90, 32)], ids=lambda target: str(target.arch))
-def test_every_example_compiles_for_a_gpu_forward_and_backward(target: GPUTarget) -> None:
+def test_every_example_compiles_for_a_gpu_forward_and_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     given = tuple(tensor for example in EXAMPLES.values() for tensor in example.tensors)
     traced, tensors = trace_score(everything, given)
     assert traced.gradient_source is not None, traced.gradient_refusal
-    names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int16: "*i16", torch.bool: "*i1"}
+    names = {
+        torch.float32: "*fp32",
+        torch.bfloat16: "*bf16",
+        torch.int64: "*i64",
+        torch.int16: "*i16",
+        torch.bool: "*i1",
+    }
     types = tuple((names[tensor.dtype], *(["i32"] * (2 * tensor.dim()))) for tensor in tensors)
     gradients = tuple(
         ("*fp32", *kind[1:]) if reached else () for kind, reached in zip(types, traced.differentiable, strict=True)
@@ -307,5 +286,306 @@ def test_every_example_compiles_for_a_gpu_forward_and_backward(target: GPUTarget
         "mask_tensors": (), "mask_constants": (),
     }  # fmt: skip
     signature = {name: runtime.get(name, "constexpr") for name in one_tile.arg_names}
-    binary = triton.compile(ASTSource(one_tile, signature, constants), target=target)
-    assert "red.relaxed" in binary.asm["ptx"] or "red.global" in binary.asm["ptx"] or "atom" in binary.asm["ptx"]
+    binary = triton.compile(ASTSource(one_tile, signature, constants), target=GPUTarget("cuda", 90, 32))
+    assert binary.asm["ptx"].count("atom.global") >= traced.differentiable.count(True)
+
+
+# ---- masks ----
+
+
+def test_a_mask_may_be_smaller_than_a_tile_and_of_integers() -> None:
+    assert trace_mask(lambda b, h, q, kv: q < 3)[0].source.endswith("x0 = q_pos < 3\n    return x0\n")
+    assert trace_mask(lambda b, h, q, kv: kv & 1)[0].source.endswith("x0 = kv_pos & 1\n    return x0 != 0\n")
+    assert trace_mask(lambda b, h, q, kv: True)[0].source.endswith("return True\n")
+
+
+def test_the_whole_row_of_an_index_can_be_taken_apart() -> None:
+    interval = torch.tensor([[0, 2], [1, 5], [4, 6]])
+
+    def within(batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
+        start, stop = interval[kv_pos]
+        return (q_pos >= start) & (q_pos < stop) & (interval[kv_pos][1] > 0)
+
+    traced, tensors = trace_mask(within)
+    assert traced.loads == (0, 0)  # the same element is loaded once
+    q_pos, kv_pos = torch.arange(6)[:, None], torch.arange(3)[None, :]
+    expected = (q_pos >= interval[:, 0]) & (q_pos < interval[:, 1])
+    assert torch.equal(traced.run(0, 0, q_pos, kv_pos, tensors), expected)
+
+
+# ---- what a function carries with it ----
+
+
+def test_captured_tensors_come_after_the_given_ones_in_the_order_of_their_use() -> None:
+    first, second, third = normal(4), normal(5), torch.tensor(2.0)
+
+    def score_mod(score, batch, head, q_pos, kv_pos, table):  # type: ignore[no-untyped-def]
+        return third * score + second[q_pos] + table[kv_pos] + second[kv_pos] + first[head]
+
+    given = (normal(6),)
+    for _ in range(2):  # translated, then remembered
+        traced, tensors = trace_score(score_mod, given)
+        assert [id(tensor) for tensor in tensors] == [id(x) for x in (given[0], third, second, first)]
+    assert traced.loads == (1, 2, 0, 2, 3)
+    assert traced.differentiable == (True,) * 4
+    assert traced.ranks == (1, 0, 1, 1)
+    assert traced.dtypes == ("float32",) * 4
+
+
+def test_a_tensor_that_is_given_and_captured_is_one() -> None:
+    table, other = normal(5), normal(5)
+
+    def of(captured: torch.Tensor) -> Function:
+        return lambda score, batch, head, q_pos, kv_pos, table: score + table[q_pos] + captured[kv_pos]
+
+    assert len(trace_score(of(table), (table,))[1]) == 1
+    assert len(trace_score(of(other), (table,))[1]) == 2
+    assert len(trace_score(of(table), (table,))[1]) == 1
+
+
+class Counted:
+    """Counts how often a function is translated."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        translate = trace._translate
+
+        def counted(*arguments: object) -> object:
+            self.count += 1
+            return translate(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(trace, "_translate", counted)
+        monkeypatch.setattr(trace, "_kept", {})
+
+
+@pytest.fixture
+def translations(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+def fading(rate: float, window: int, table: torch.Tensor) -> Function:
+    def score_mod(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
+        return mods.where(q_pos - kv_pos < window, score - rate * (q_pos - kv_pos) + table[head], score * 0.5)
+
+    return score_mod
+
+
+def test_other_numbers_and_values_need_neither_a_translation_nor_another_kernel(translations: Counted) -> None:
+    first, tensors = trace_score(fading(0.25, 7, SLOPES))
+    assert first.constants == (0.25, 7)
+    assert [tensor is SLOPES for tensor in tensors] == [True]
+    other = normal(70)
+    second, tensors = trace_score(fading(0.5, 1000, other))
+    assert [tensor is other for tensor in tensors] == [True]
+    assert (second.key, second.source, second.constants) == (first.key, first.source, (0.5, 1000))
+    assert translations.count == 1
+    q_pos = torch.arange(20)[:, None]
+    score = normal(20, 20).double()
+    expected = fading(0.5, 1000, other.double())(score, 0, 2, q_pos, q_pos.T)
+    assert isinstance(expected, torch.Tensor)
+    torch.testing.assert_close(second.run(score, 0, 2, q_pos, q_pos.T, (other.double(),)), expected)
+    assert trace_score(fading(0.5, 7, SLOPES.double()))[0].dtypes == ("float64",)
+    assert translations.count == 2
+
+
+def test_a_translation_that_is_kept_costs_microseconds() -> None:
+    function = fading(0.25, 7, SLOPES)
+    trace_score(function)
+
+    def once() -> float:
+        start = time.perf_counter()
+        for _ in range(100):
+            trace_score(function)
+        return (time.perf_counter() - start) / 100
+
+    assert min(once() for _ in range(5)) < 200e-6
+
+
+def test_numbers_that_a_function_steers_by_are_told_apart_by_value(translations: Counted) -> None:
+    def repeated(times: int, step: float) -> Function:
+        def score_mod(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
+            for _ in range(times):
+                score = score + step
+            return score
+
+        return score_mod
+
+    place = torch.tensor(0)
+    for times, step, expected in ((1, 0.5, 0.5), (3, 0.5, 1.5), (3, 2.0, 6.0), (3, 0.5, 1.5)):
+        traced, _ = trace_score(repeated(times, step))
+        assert traced.run(torch.zeros(()), place, place, place, place, ()).item() == expected
+        assert traced.constants == (step,) * times
+    assert translations.count == 3
+    assert trace_score(repeated(3, 0.5))[0].key == trace_score(repeated(3, 2.0))[0].key
+
+
+def test_a_shape_that_a_function_asks_for_is_looked_at_again(translations: Counted) -> None:
+    def score_mod(score, batch, head, q_pos, kv_pos, table):  # type: ignore[no-untyped-def]
+        return score * table.shape[0] + table[q_pos]
+
+    place = torch.tensor(0)
+    for size in (3, 5, 3):
+        traced, tensors = trace_score(score_mod, (torch.zeros(size),))
+        assert traced.run(torch.ones(()), place, place, place, place, tensors).item() == size
+    assert translations.count == 2
+
+
+class Learned(torch.nn.Module):
+    """A score as a method, with a parameter and a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(normal(4))
+        self.strength = 2.0
+
+    def score_mod(self, score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
+        return score + self.scaled(head)  # type: ignore[no-untyped-call]
+
+    def scaled(self, head):  # type: ignore[no-untyped-def]
+        return self.table[head] * self.strength
+
+
+def test_methods_bring_their_objects_parameters_and_numbers(translations: Counted) -> None:
+    module = Learned()
+    place = torch.tensor(1)
+
+    def value() -> torch.Tensor:
+        traced, tensors = trace_score(module.score_mod)
+        assert [tensor is module.table for tensor in tensors] == [True]
+        return traced.run(torch.zeros(()), place, place, place, place, tensors)
+
+    value().backward()
+    assert module.table.grad is not None
+    assert module.table.grad.tolist() == [0, 2, 0, 0]
+    assert value().item() == module.table[1].item() * 2
+    assert translations.count == 1
+    module.strength = 3.0
+    assert value().item() == module.table[1].item() * 3
+    module.table = torch.nn.Parameter(normal(4) + 1)
+    assert value().item() == module.table[1].item() * 3
+    assert translations.count == 2
+
+
+def test_partial_functions_and_functions_in_tuples_bring_their_numbers() -> None:
+    def shifted(score, batch, head, q_pos, kv_pos, shift, *, factor):  # type: ignore[no-untyped-def]
+        return score * factor + shift
+
+    parts = (functools.partial(shifted, shift=3, factor=0.5), fading(0.25, 7, SLOPES))
+
+    def both(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
+        for part in parts:
+            score = part(score, batch, head, q_pos, kv_pos)
+        return score
+
+    for _ in range(2):
+        assert trace_score(both)[0].constants == (3, 0.5, 0.25, 7)
+
+
+def test_translations_keep_no_tensor_alive() -> None:
+    table = normal(1000)
+    alive = weakref.ref(table)
+    trace_score(fading(0.125, 8, table))
+    del table
+    gc.collect()
+    assert alive() is None
+
+
+def test_what_the_caller_has_switched_on_changes_no_translation(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = trace_score(functions_of_real_numbers)[0]
+    assert right.gradient_source is not None
+
+    def again() -> None:
+        monkeypatch.setattr(trace, "_kept", {})
+        found = trace_score(functions_of_real_numbers)[0]
+        assert (found.source, found.gradient_source) == (right.source, right.gradient_source)
+
+    with torch.no_grad():
+        again()
+    with torch.inference_mode():
+        again()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again()
+    with torch.device("meta"):
+        again()
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        again()
+        return x
+
+    torch.func.vmap(watched)(torch.zeros(2))
+    torch.func.grad(watched)(torch.tensor(0.0))
+
+
+# ---- refusals ----
+
+
+def steers(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
+    return score if q_pos > kv_pos else score * 2
+
+
+class Cut(torch.autograd.Function):
+    """A function whose author says that it has no derivative."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, d_out: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("no derivative, says its author")
+
+
+def cut(score):  # type: ignore[no-untyped-def]
+    return Cut.apply(score)
+
+
+REFUSED: dict[str, tuple[Function, str]] = {
+    "a decision": (steers, r"'steers' cannot be translated: it decides in Python .* Use tilewise.mods.where"),
+    "a whole tensor": (lambda s, b, h, q, kv: s + TABLE, r"whole tensor of shape \(2, 13\); index it by batch, head"),
+    "a row": (lambda s, b, h, q, kv: s + TABLE[b], "computes with a row of a tensor; index all of its axes"),
+    "a sum of a row": (
+        lambda s, b, h, q, kv: TABLE[b].sum(),
+        r"uses 1 of the 2 indices of a tensor of shape \(2, 13\)",
+    ),
+    "too many indices": (lambda s, b, h, q, kv: s + SLOPES[b, h], r"uses 2 indices on a tensor of shape \(3,\)"),
+    "a slice": (lambda s, b, h, q, kv: s + TABLE[b, 1:], r"indexes a tensor by slice\(1, None, None\)"),
+    "an index of a fraction": (lambda s, b, h, q, kv: s + SLOPES[q / 2], "indexes a tensor by torch.float32"),
+    "a value of the host": (lambda s, b, h, q, kv: s + SLOPES.tolist()[0], "reads the values of a tensor on the host"),
+    "an unknown operation": (lambda s, b, h, q, kv: torch.special.bessel_j0(s), "uses special_bessel_j0, which has no"),
+    "axes of its own": (lambda s, b, h, q, kv: s + torch.arange(3), r"makes a tensor of shape \(3,\) with"),
+    "no value": (lambda s, b, h, q, kv: None, "uses None as a value"),
+    "wrong arguments": (lambda s: s, "torch met TypeError: .*takes 1 positional argument but 5 were given"),
+    "complex numbers": (lambda s, b, h, q, kv: (s * 1j).real, "cannot be translated"),
+    "complex tensors": (lambda s, b, h, q, kv: abs(COMPLEX[h]) + s, "torch.complex64; convert it"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_translated_is_refused_with_the_reason(name: str) -> None:
+    function, reason = REFUSED[name]
+    with pytest.raises(ValueError, match=reason):
+        trace_score(function)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (
+            lambda s, b, h, q, kv: s + s // 2,
+            r"has no gradient: torch does not differentiate aten::floor_divide. Detach",
+        ),
+        (lambda s, b, h, q, kv: cut(s), "NotImplementedError: no derivative, says its author"),
+    ],
+    ids=["floor", "own function"],
+)
+def test_a_score_without_a_gradient_is_translated_and_says_why_it_has_none(function: Function, reason: str) -> None:
+    traced, _ = trace_score(function)
+    assert traced.gradient_source is None
+    assert traced.gradient_refusal is not None
+    assert re.search(reason, traced.gradient_refusal)
+
+
+def test_a_detached_part_gets_no_gradient() -> None:
+    traced, _ = trace_score(lambda s, b, h, q, kv: s + (s.detach() // 2) * 3)
+    assert traced.gradient_source is not None
+    assert traced.gradient_source.endswith("return tl.where(visible, d_score, 0.0)\n")

@@ -1,8 +1,10 @@
-"""What holds for the known masks and scores: each says what its paper says, in NumPy and torch, and becomes a kernel's."""
+"""What holds for the known masks and scores: each is what its paper says, in NumPy, in torch and in a kernel."""
+# ruff: noqa: ARG005 - rules have one signature, whether or not they need all of it
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -185,9 +187,7 @@ SCORES: dict[str, tuple[scores.Score, Callable[[float, int, int, int, int], floa
     ),
     "sandwich": (
         scores.sandwich(3, TABLE, max_distance=LENGTH, dim=16),
-        lambda s, b, h, q, kv: (
-            s + sum(math.cos((q - kv) * 10000.0 ** (-i / 8)) for i in range(8)) * 3 / (8 * (h + 1))
-        ),
+        lambda s, b, h, q, kv: s + sum(math.cos((q - kv) * 10000.0 ** (-i / 8)) for i in range(8)) * 3 / (8 * (h + 1)),
     ),
     "sigmoid": (scores.activation(), lambda s, b, h, q, kv: -math.log1p(math.exp(-s))),
     "tanh": (scores.activation(tanh, offset=1.5), lambda s, b, h, q, kv: math.log(math.tanh(s) + 1.5)),
@@ -236,3 +236,25 @@ def test_other_numbers_are_the_same_score_to_a_kernel() -> None:
         first, second = trace_score(one[0])[0], trace_score(other[0])[0]
         assert first.key == second.key
         assert first.constants != second.constants
+
+
+# ---- in a kernel ----
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before Python starts")
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning")
+@pytest.mark.parametrize("name", MASKS)
+def test_a_known_mask_is_the_same_in_a_kernel(name: str) -> None:
+    pytest.importorskip("triton")
+    from mods_tile import described, device_function, one_tile
+
+    (function, tensors), rule = MASKS[name]
+    traced, lifted = trace_mask(function, as_torch(tensors))
+    seen = torch.full((2, 1, LENGTH, LENGTH), 7, dtype=torch.int8)
+    one_tile[(2,)](
+        None, None, None, None, seen, None, 1, LENGTH, LENGTH, (), (), (), described(lifted), traced.constants,
+        None, None, device_function(traced.source), 32, 32, False,
+    )  # fmt: skip
+    expected = [[[[rule(b, q, kv) for kv in range(LENGTH)] for q in range(LENGTH)]] for b in range(2)]
+    assert torch.equal(seen, torch.tensor(expected, dtype=torch.int8))
