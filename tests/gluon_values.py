@@ -125,9 +125,12 @@ class Tensor:
     def like(self, data: Array, layout: object = None) -> Tensor:
         return Tensor(data, self.dtype, layout)
 
-    def to(self, dtype: DType, **_: object) -> Tensor:
+    def to(self, dtype: DType, bitcast: bool = False, **_: object) -> Tensor:
         data = self.data
-        if dtype.is_int() and self.rank == 2:
+        if bitcast:  # between float32 and int32 alone
+            here, there = (np.float32, np.int32) if self.dtype.is_floating() else (np.int32, np.float32)
+            data = data.astype(here).view(there)
+        elif dtype.is_int() and self.rank == 2:
             data = np.trunc(data).astype(np.int64)
         if dtype.name == "int1":
             data = data != 0

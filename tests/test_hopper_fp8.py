@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,14 +21,21 @@ from tilewise.kernels.gluon import compat
 if compat.refusal() is not None:
     pytest.skip(str(compat.refusal()), allow_module_level=True)
 
+import triton
+
 from gluon_emulator import emulate, tensor_map
+from recorder import Recorder
 from tilewise.backends import compile as compiling
-from tilewise.backends import hopper_fp8
-from tilewise.backends.launch import Mapped
+from tilewise.backends import hopper_fp8, launch
+from tilewise.backends.launch import POINTERS, SCALARS, Mapped
+from tilewise.backends.tensor_map import kind_of
 from tilewise.fp8 import Quantized, quantize
+from tilewise.kernels.gluon import sync
 from tilewise.kernels.gluon.forward_fp8 import attention_forward_fp8
 from tilewise.problem.fp8 import BLOCK
 from tilewise.problem.mask import Align, Band
+from tilewise.problem.problem import Options
+from tilewise.testing import Case
 
 BOTH = pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 
@@ -201,3 +213,215 @@ CALLS = {
 def test_out_is_off_by_the_rounding_of_p_alone(name: str, late: bool) -> None:
     call = CALLS[name]
     check(run(call, late=late, seed=len(name)), call)
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+PLAIN = hopper_fp8.settings(64, causal=False, varlen=False)
+OTHERS = {
+    "a maximum that is never lazy": PLAIN._replace(lazy=False),
+    "exponentials all by their unit": PLAIN._replace(soft_exp=0),
+    "two consumers, three stages": PLAIN._replace(groups=2, stages=3, consumer_registers=240, producer_registers=24),
+    "one tile of q, no turns": PLAIN._replace(q_buffers=1, ping_pong=False),
+    "tiles by a counter": PLAIN._replace(schedule="dynamic"),
+    "a program for each tile": PLAIN._replace(schedule="each"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_settings_are_right_too(name: str) -> None:
+    for call in (Call(1, 2, 1, 250, 300, 64, causal=True), Call(1, 1, 1, 130, 500, 64, steep=6.0)):
+        check(run(call, OTHERS[name], late=True, seed=len(name)), call)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_events_gives_the_same_bits(seed: int) -> None:
+    call = Call(1, 3, 1, 300, 300, 64, causal=True)
+    given = call.quantized()
+    first, other = (run(call, given=given, seed=s, late=s % 2 == 1, processors=1 + s % 4) for s in (9, seed))
+    assert torch.equal(first.out, other.out)
+    assert torch.equal(first.lse, other.lse)
+
+
+def test_what_a_packed_sequence_holds_is_nothing_to_the_next() -> None:
+    call = Call(3, 1, 1, 0, 0, 64, lengths_q=(20, 90, 30), lengths_kv=(70, 40, 90), tail=20)
+    given = call.quantized()
+    right = run(call, given=given)
+    q8, k8, v8 = (x.clone().view(torch.uint8) for x in (given.q8, given.k8, given.v8))
+    q8[20:110], k8[70:110] = 0x7F, 0x7F  # NaN
+    v8[..., BLOCK : 2 * BLOCK] = 0x7F
+    q8, k8, v8 = (x.view(torch.float8_e4m3fn) for x in (q8, k8, v8))
+    got = run(call, given=replace(given, q8=q8, k8=k8, v8=v8))
+    assert got.out[:, 20:110].isnan().all()
+    others = torch.tensor([*range(20), *range(110, 160)])
+    assert torch.equal(got.out[:, others], right.out[:, others])
+
+
+# ---- exponentials by multiplications --------------------------------------------------------------------------------
+
+WORD = np.int64(2**32)
+OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
+    "max.f32": np.fmax, "add.rn.f32": np.add, "sub.rn.f32": np.subtract,
+    "fma.rn.f32": lambda x, y, z: (x.astype(np.float64) * y + z).astype(np.float32),
+    "shl.b32": lambda x, n: (x.view(np.uint32).astype(np.int64) * 2**n % WORD).astype(np.uint32),
+    "add.s32": lambda x, y: ((x.view(np.uint32).astype(np.int64) + y.view(np.uint32)) % WORD).astype(np.uint32),
+    "mov.b32": lambda x: x,
+}  # fmt: skip
+
+
+def constant(text: str) -> np.float32 | int:
+    """Read a number of PTX: 0f and the bits of a float32, or an integer."""
+    return np.frombuffer(bytes.fromhex(text[2:]), ">f4")[0] if text.startswith("0f") else int(text)
+
+
+def test_an_exponential_by_multiplications_is_off_by_less_than_its_rounding() -> None:
+    y = np.concatenate([np.linspace(-130, 9, 400_001, dtype=np.float32), np.array([-np.inf, -1e30, 0, 8], np.float32)])
+    registers = {"$1": y}
+    done = set()
+    for operation, operands in re.findall(r"([\w.]+) ([^;]+);", sync._exp2_asm.fn(1)):
+        if operation != ".reg":
+            to, *given = operands.split(", ")
+            values = [registers[x] if x in registers else constant(x) for x in given]
+            registers[to] = OPERATIONS[operation](*values)
+            done.add(operation)
+    got, right, normal = registers["$0"].view(np.float32), np.exp2(y.astype(np.float64)), y > -125
+    assert done == set(OPERATIONS)
+    assert np.abs(got[normal] / right[normal] - 1).max() < 1e-4
+    assert ((got >= 0) & (got < 2.0**-124))[~normal].all()
+
+
+# ---- launching ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.compile
+def test_a_call_launches_once_compiled_and_gives_lse_where_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver = Recorder()
+    monkeypatch.setattr(launch, "_default", launch.Launcher(driver))
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
+    given = Call(1, 2, 1, 100, 90, 64, causal=True).quantized()
+    for _ in range(2):
+        out, lse = hopper_fp8.forward(given, causal=True, return_lse=True)
+        _, _, parameters = driver.launches[-1]
+        maps = [int.from_bytes(raw[:8], "little") for raw in parameters if len(raw) == 128]
+        assert maps == [given.q8.data_ptr(), given.k8.data_ptr(), given.v8.data_ptr(), out.data_ptr()]
+        assert lse is not None
+        assert (out.shape, out.dtype, lse.shape) == ((1, 2, 100, 64), torch.bfloat16, (1, 2, 100))
+    assert len(driver.loaded) == 1
+
+
+def test_without_keys_out_is_zero() -> None:
+    q, k = torch.randn(1, 1, 5, 64), torch.randn(1, 1, 0, 64)
+    out, lse = hopper_fp8.forward(quantize(q, k, k), return_lse=True)
+    assert lse is not None
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Case, str]] = {
+    "head dims": (Case("", dim_qk=96, dim_v=96), "has head dims (64, 128, 256), one for q, k and v; got 96 and 96"),
+    "a window": (Case("", dim_qk=64, dim_v=64, options=Options(window_left=5)), "masks by causal alone"),
+    "ranges": (Case("", dim_qk=64, dim_v=64, ranges=((0, 9), (3, 7))), "masks by causal alone"),
+    "a softcap": (Case("", dim_qk=64, dim_v=64, options=Options(softcap=2.0)), "no bias, ALiBi, softcap or sink"),
+    "a sink": (Case("", dim_qk=64, dim_v=64, sink="h"), "no bias, ALiBi, softcap or sink"),
+    "dropout": (Case("", dim_qk=64, dim_v=64, options=Options(dropout=0.5)), "has no dropout"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_with_its_reason(name: str) -> None:
+    case, reason = REFUSED[name]
+    assert reason in str(hopper_fp8.why_not_asked(case.build("cpu", "bfloat16").problem))
+
+
+def test_where_it_cannot_run_it_says_so() -> None:
+    problem = Case("", dim_qk=64, dim_v=64).build("cpu", "float16").problem
+    assert hopper_fp8.why_not_asked(problem) is None
+    assert hopper_fp8.why_not(problem) == "runs on NVIDIA GPUs of compute capability 9.0; got cpu"
+
+
+# ---- what it compiles to --------------------------------------------------------------------------------------------
+
+
+class Variant(NamedTuple):
+    """A kernel to compile, and what it may take: bytes that a thread spills, shared memory of a block."""
+
+    call: Call
+    spilled: int
+    shared: int
+
+
+# Recorded with Triton 3.6.0 and its ptxas 12.8.
+VARIANTS = {
+    "d=64": Variant(Call(1, 2, 2, 256, 256, 64), 0, 115256),
+    "d=128 causal": Variant(Call(1, 2, 2, 256, 256, 128, causal=True), 0, 197156),
+}
+SLOW = {
+    "d=64 causal": Variant(Call(1, 2, 2, 256, 256, 64, causal=True), 64, 115272),
+    "d=128": Variant(Call(1, 2, 2, 256, 256, 128), 0, 197140),
+    "d=256": Variant(Call(1, 2, 2, 256, 256, 256), 48, 229816),
+    "d=256 causal": Variant(Call(1, 2, 2, 256, 256, 256, causal=True), 152, 229832),
+    "d=128 packed": Variant(Call(2, 2, 2, 0, 0, 128, causal=True, lengths_q=(9, 9), lengths_kv=(9, 9)), 0, 197168),
+}
+
+
+def compiled_call(call: Call) -> compiling.Compiled:
+    given = call.quantized()
+    asked = hopper_fp8.asked_of(given, Band.of(call.causal, None, call.align), call.scale, with_lse=True)
+    out, lse = torch.empty(asked.q_shape, dtype=call.dtype), torch.empty(asked.lse_shape)
+    counter = torch.zeros(1, dtype=torch.int32) if asked.settings.schedule == "dynamic" else None
+    _, named = hopper_fp8.arguments(asked, hopper_fp8.tensors_of(given, out, lse, counter), 132)
+    types: dict[str, str | None] = {}
+    constants: dict[str, compiling.Constant] = {}
+    for param in compiling.compiled_kernel(attention_forward_fp8).params:
+        argument = named[param.name]
+        if param.is_constexpr:
+            constants[param.name] = cast("compiling.Constant", argument)
+        elif isinstance(argument, Mapped):
+            types[param.name] = kind_of("attention_forward_fp8", param.name, argument.tensor.dtype, argument.map)
+        elif isinstance(argument, torch.Tensor):
+            types[param.name] = POINTERS[argument.dtype]
+        elif argument is None:
+            types[param.name] = None
+        elif not param.annotation_type:
+            types[param.name] = SCALARS[type(argument)]
+    return compiling.compile_settled(attention_forward_fp8, types, constants, 90, compiling.Options(num_warps=4))
+
+
+def check_variant(variant: Variant, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    compiled = compiled_call(variant.call)
+    ptx = str(compiled.asm["ptx"])
+    file = tmp_path / "kernel.ptx"
+    file.write_text(ptx)
+    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(file), "-o", str(tmp_path / "cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "serialized" not in said
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
+    found = Variant(variant.call, spilled, compiling.resources(compiled).shared)
+    record_property("resources", f"spilled {found.spilled}, shared {found.shared}")
+    assert found.shared == variant.shared
+    assert found.spilled <= variant.spilled
+    assert "prmt" not in ptx, "p is moved about between the products"
+    products = [line for line in ptx.splitlines() if "wgmma.mma_async" in line]
+    assert products
+    assert all(".f32.e4m3.e4m3" in line for line in products)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_kernel_takes_what_was_recorded_and_its_products_overlap(
+    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    check_variant(VARIANTS[name], tmp_path, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.parametrize("name", SLOW)
+def test_other_kernels_take_what_was_recorded_too(
+    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    check_variant(SLOW[name], tmp_path, record_property)

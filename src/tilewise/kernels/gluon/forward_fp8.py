@@ -12,6 +12,8 @@ Who does what is as in `forward`; this file says what 8 bits change:
 # mypy: ignore-errors
 # Triton's values have no types that a checker knows.
 
+from typing import NamedTuple
+
 from tilewise.kernels.gluon.compat import (
     fence_async_shared,
     gl,
@@ -25,7 +27,7 @@ from tilewise.kernels.gluon.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilewise.kernels.gluon.forward import plan_of, set_up_barriers
+from tilewise.kernels.gluon.forward import set_up_barriers
 from tilewise.kernels.gluon.schedule import (
     GROUP_ROWS,
     barriers,
@@ -41,6 +43,7 @@ from tilewise.kernels.gluon.sync import (
     arrive,
     bytes_of,
     count,
+    exp2_shared,
     first_lane,
     get,
     inverse_of_power,
@@ -60,6 +63,30 @@ BLOCK = gl.constexpr(fp8.BLOCK)  # keys in a block: those with one scale, as 128
 TOP = gl.constexpr(8.0)  # p stays at or below 2**8
 SLACK = gl.constexpr(4.0)  # powers of two of these that a lazy maximum leaves free
 NOWHERE = gl.constexpr(2**30)  # a column behind every end of v: the copy engine gives zeros
+
+
+class Plan(NamedTuple):
+    """What the kernel is compiled for: the names of `schedule.Plan` that its functions ask for, and ``soft_exp``."""
+
+    groups: int
+    block_kv: int
+    dim_qk: int
+    dim_v: int
+    stages: int
+    q_buffers: int
+    dynamic: bool
+    longest_first: bool
+    ping_pong: bool
+    lazy: bool
+    soft_exp: int  # of so many exponentials of a thread one is computed by multiplications; 0 = none
+    top_left: bool
+    negative: bool
+    packed: bool
+    clipped: bool
+    right_masked: bool
+    left_masked: bool
+    bar_off: int
+
 
 # ---- producer -------------------------------------------------------------------------------------------------------
 
@@ -183,7 +210,7 @@ def first_step(used, q, ring, lane, tile, scales, G: gl.constexpr, PLAN: gl.cons
     score = warpgroup_mma_wait(0, deps=(score_begun,))
     arrive(B.k_empty + stage, lane, PLAN.bar_off)
     how = (scales[0], now, PLAN.negative, seen, (stop - 1) * PLAN.block_kv)
-    p, rows, rescale = softmax_step(score, (), how, True, PLAN.lazy)
+    p, rows, rescale = softmax_step(score, (), how, True, PLAN.lazy, PLAN.soft_exp)
     acc = gl.zeros([GROUP_ROWS, PLAN.dim_v], gl.float32, accumulator(PLAN.dim_v))
     return acc, packed(p), rows, rescale, after
 
@@ -212,7 +239,7 @@ def step(i, used, q, ring, lane, state, tile, scales, MASKED: gl.constexpr, G: g
     score = warpgroup_mma_wait(1, deps=(score_begun,))
     arrive(B.k_empty + stage, lane, PLAN.bar_off)
     how = (scales[0], now, PLAN.negative, seen, (stop - 1 - i) * PLAN.block_kv)
-    p_next, rows, rescale = softmax_step(score, rows, how, MASKED, PLAN.lazy)
+    p_next, rows, rescale = softmax_step(score, rows, how, MASKED, PLAN.lazy, PLAN.soft_exp)
     acc = warpgroup_mma_wait(0, deps=(acc_begun,))
     arrive(B.v_empty + stage_before, lane, PLAN.bar_off)
     if not PLAN.lazy:
@@ -282,7 +309,7 @@ def accumulator(columns):
 
 
 @gluon.jit
-def softmax_step(score, state, how, MASKED: gl.constexpr, LAZY: gl.constexpr):
+def softmax_step(score, state, how, MASKED: gl.constexpr, LAZY: gl.constexpr, SOFT: gl.constexpr):
     """Take rows (row_max, row_sum) one tile of scores further, as `softmax.softmax_step` does.
 
     ``how`` is (q_factor, (k_scale, v_scale), NEGATIVE, seen, start). p is in the units of the block's v, and row_max
@@ -302,7 +329,8 @@ def softmax_step(score, state, how, MASKED: gl.constexpr, LAZY: gl.constexpr):
     anchor = row_max_new
     if MASKED:
         anchor = gl.where(row_max_new == -float("inf"), 0.0, row_max_new)
-    p = gl.exp2(score * factor - (anchor - unit)[:, None])
+    y = score * factor - (anchor - unit)[:, None]
+    p = exp2_shared(y, SOFT) if SOFT else gl.exp2(y)
     row_sum = sum_of_lane(p) * inverse_of_power(v_scale)
     if len(state) > 0:
         rescale = gl.exp2(state[0] - anchor)
@@ -421,13 +449,19 @@ def take_place(slot, work, PLAN: gl.constexpr):
 # ---- kernel ---------------------------------------------------------------------------------------------------------
 
 
+@gluon.constexpr_function
+def plan_of(*values):
+    """Gather the constants of the kernel, for its functions to hand on as one."""
+    return Plan(*map(gl.constexpr, values))
+
+
 @gluon.jit
 def attention_forward_fp8(
     q_map, k_map, v_map, out_map, lse_ptr, counter_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, cu_q_ptr, cu_k_ptr,
     q_blocks: gl.int32, kv_blocks: gl.int32, tiles: gl.int32, batch: gl.int32, heads: gl.int32, group: gl.int32,
     section: gl.int32, len_q: gl.int32, len_kv: gl.int32, offset: gl.int32, right, scale: gl.float32,
-    GROUPS: gl.constexpr, BLOCK_DIM: gl.constexpr, STAGES: gl.constexpr,
-    Q_BUFFERS: gl.constexpr, DYNAMIC: gl.constexpr, PING_PONG: gl.constexpr, LAZY: gl.constexpr,
+    GROUPS: gl.constexpr, BLOCK_DIM: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,
+    DYNAMIC: gl.constexpr, PING_PONG: gl.constexpr, LAZY: gl.constexpr, SOFT_EXP: gl.constexpr,
     TOP_LEFT: gl.constexpr, NEGATIVE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, BAR_OFF: gl.constexpr,
 ):  # fmt: skip
@@ -435,8 +469,8 @@ def attention_forward_fp8(
     PACKED: gl.constexpr = cu_q_ptr is not None
     CAUSAL: gl.constexpr = right is not None
     PLAN: gl.constexpr = plan_of(
-        GROUPS, BLOCK, BLOCK_DIM, BLOCK_DIM, STAGES, Q_BUFFERS, DYNAMIC, CAUSAL, PING_PONG, LAZY, False,
-        TOP_LEFT, NEGATIVE, PACKED, PACKED, CAUSAL, False, BAR_OFF,
+        GROUPS, BLOCK, BLOCK_DIM, BLOCK_DIM, STAGES, Q_BUFFERS, DYNAMIC, CAUSAL, PING_PONG, LAZY, SOFT_EXP, TOP_LEFT,
+        NEGATIVE, PACKED, PACKED, CAUSAL, False, BAR_OFF,
     )  # fmt: skip
     q_s = gl.allocate_shared_memory(q_map.dtype, [GROUPS * Q_BUFFERS, 1, 1, GROUP_ROWS, BLOCK_DIM], q_map.layout)
     k_s = gl.allocate_shared_memory(k_map.dtype, [STAGES, 1, 1, BLOCK, BLOCK_DIM], k_map.layout)

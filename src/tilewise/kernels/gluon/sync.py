@@ -302,6 +302,37 @@ def bytes_of(x):
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
 
 
+@gluon.constexpr_function
+def _exp2_asm(soft):
+    # The last value: its integer part by adding 1.5 * 2**23 and taking that off again, and for what is left of it, from
+    # -1/2 to 1/2, 0.99992809 + f (0.69326099 + f (0.24261081 + f 0.05517144)), off by 8e-5 of itself at most.
+    c = ["0f3F7FFB4A", "0f3F31798D", "0f3E786EF8", "0f3D61FB71"]
+    y, p = f"${2 * soft - 1}", f"${soft - 1}"
+    lines = [f"ex2.approx.ftz.f32 ${i}, ${soft + i};" for i in range(soft - 1)]
+    lines += [".reg .f32 y, n, f, p; .reg .b32 e;", f"max.f32 y, {y}, 0fC2FC0000;"]
+    lines += ["add.rn.f32 n, y, 0f4B400000;", "sub.rn.f32 f, n, 0f4B400000;", "sub.rn.f32 f, y, f;"]
+    lines += [f"fma.rn.f32 p, f, {c[3]}, {c[2]};", f"fma.rn.f32 p, f, p, {c[1]};", f"fma.rn.f32 p, f, p, {c[0]};"]
+    lines += ["mov.b32 e, n; shl.b32 e, e, 23;", ".reg .b32 q; mov.b32 q, p; add.s32 q, q, e;", f"mov.b32 {p}, q;"]
+    return "{ " + "\n".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _exp2_constraints(soft):
+    return ",".join(["=&f"] * soft + ["f"] * soft)
+
+
+@gluon.jit
+def exp2_shared(y, SOFT: gl.constexpr):
+    """Give 2**y in float32, of each SOFT values of a thread one by multiplications, which have a unit of their own.
+
+    The special functions' unit gives a quarter of a result a cycle where the others give one: with a tile of 8-bit
+    products, it is what everything waits for. Below 2**-126 the values by multiplications are 2**-126 instead of 0.
+    """
+    ASM: gl.constexpr = _exp2_asm(SOFT)
+    CONSTRAINTS: gl.constexpr = _exp2_constraints(SOFT)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [y], dtype=gl.float32, is_pure=True, pack=SOFT)
+
+
 @gluon.jit
 def log2_of_power(x):
     """Give the exponent of a power of two, a normal float32, by its bits: two instructions and no special function."""
