@@ -1,5 +1,7 @@
 """Scores and masks that users write, in every engine: against the formula in float64, and what they compile to."""
 
+# ruff: noqa: ARG005 - every function is given all positions
+
 from __future__ import annotations
 
 import os
@@ -9,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-import tilewise
 from tilewise.arguments import Asked
+from tilewise.backends.block_lists import Blocks
 from tilewise.problem.problem import Options
 from tilewise.testing import Call, Case, check, run
 
@@ -57,12 +59,14 @@ MODS = [
     Mod("a table of distances", lambda s, b, h, q, kv, t: s + t[h, q - kv + 50], ((4, 90),), case=grouped()),
     Mod("a full bias", lambda s, b, h, q, kv, t: s + t[b, h, q, kv], ((2, 4, 37, 50),), case=grouped()),
     Mod("a capped score", lambda s, b, h, q, kv: 2.0 * torch.tanh(s / 2.0), case=grouped(softcap=5.0)),
-    Mod("a sum of rows and columns", lambda s, b, h, q, kv, t, u: s * t[b, q] + u[kv], ((2, 37), (50,)), case=grouped()),
+    Mod("rows and columns", lambda s, b, h, q, kv, t, u: s * t[b, q] + u[kv], ((2, 37), (50,)), case=grouped()),
     Mod("a number for all", lambda s, b, h, q, kv, t: s * t, ((),)),
     Mod("hidden by the score", lambda s, b, h, q, kv: torch.where(q >= kv, s, -torch.inf), case=grouped()),
     Mod("a window", mask=lambda b, h, q, kv: (q - kv).abs() < 5),
-    Mod("documents", mask=lambda b, h, q, kv, d: (d[q] == d[kv]) & (q >= kv), mask_tensors=(DOCUMENTS,), case=grouped()),
-    Mod("some rows see nothing", mask=lambda b, h, q, kv: (q > 9) & (kv % 3 == 0) & (h != 1), case=grouped(dropout=0.2)),
+    Mod(
+        "documents", mask=lambda b, h, q, kv, d: (d[q] == d[kv]) & (q >= kv), mask_tensors=(DOCUMENTS,), case=grouped()
+    ),
+    Mod("empty rows", mask=lambda b, h, q, kv: (q > 9) & (kv % 3 == 0) & (h != 1), case=grouped(dropout=0.2)),
     Mod(
         "both, beside all else",
         lambda s, b, h, q, kv, t: s + torch.sin(t[h] * s) / (1 + q),
@@ -104,3 +108,39 @@ def test_every_function_is_within_budget_forward_and_backward(mod: Mod, backend:
     report = check(run(call, backend), call)
     assert {"out", "lse", "dq", "dk", "dv"} <= set(report)
     assert sum(name.startswith("dtensors") for name in report) == len(mod.score_shapes)
+
+
+# ---- lists of tiles --------------------------------------------------------------------------------------------------
+
+
+def listed(mask: Function, tensors: tuple[torch.Tensor, ...], case: Case, **sizes: int) -> Asked:
+    """Ask for lists of tiles of 32 x 32, in which the small tiles of this file go once or twice."""
+    blocks = Blocks.of(
+        mask, tensors, batch=case.batch, heads=case.heads_q, len_q=case.len_q, len_kv=case.len_kv, block_q=32,
+        block_kv=32, **sizes,
+    )  # fmt: skip
+    return Asked(lambda s, b, h, q, kv, t: s + t[h] * (q - kv), (torch.ones(case.heads_q) / 8,), None, (), blocks)
+
+
+LONG = Case("lists", 2, 2, 1, 70, 72, options=Options(return_lse=True))
+LISTS: dict[str, tuple[Case, Asked]] = {
+    "causal": (LONG, listed(lambda b, h, q, kv: q >= kv, (), LONG)),
+    "of each head": (LONG, listed(lambda b, h, q, kv: (q - kv).abs() < 25 * h, (), LONG)),
+    "of each sequence": (LONG, listed(lambda b, h, q, kv, t: kv < t[b], (torch.tensor([40, 72]),), LONG)),
+    "with a band in them": (
+        replace(LONG, options=LONG.options._replace(causal=True)),
+        listed(lambda b, h, q, kv: kv % 64 < 50, (), LONG, right=0, offset=2),
+    ),
+    "with a band beside them": (
+        replace(LONG, options=LONG.options._replace(window_left=40), ranges=((0, 60), (5, 72)), mask="b1qk"),
+        listed(lambda b, h, q, kv: kv < 64, (), LONG),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_tiles_change_nothing_but_the_tiles_that_are_visited(name: str, backend: str) -> None:
+    case, asked = LISTS[name]
+    call = replace(case.build("cpu", "float32"), asked=asked)
+    assert {"out", "lse", "dq", "dk", "dv", "dtensors[0]"} <= set(check(run(call, backend), call))

@@ -97,13 +97,14 @@ def load_saved(saved, rows):
 
 @triton.jit
 def tile_gradients(
-    score, dp, lse, delta, q_pos, kv_pos, place, score_with, drop, visible, EXACT: tl.constexpr, PACKED: tl.constexpr
-):
+    score, dp, lse, delta, q_pos, kv_pos, place, score_with, drop, visible, EXACT: tl.constexpr, PACKED: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+):  # fmt: skip
     """Give p as dropout left it, ds before the score_mod, and the softcap's slope of one tile.
 
     They come from ``dot(q, k)`` and ``dot(d_out, v)``.
     """
-    score, derivative, given = finish_score(score, q_pos, kv_pos, place, score_with, EXACT, PACKED)
+    score, derivative, given = finish_score(score, q_pos, kv_pos, place, score_with, EXACT, PACKED, SCORE_MOD)
     p = tl.exp2(score * exponent_factor(score_with) - lse)
     if len(visible) > 0:
         p = tl.where(visible[0], p, 0.0)
@@ -117,7 +118,7 @@ def tile_gradients(
         ds = tl.where(visible[0], ds, 0.0)
         if len(derivative) > 0:
             derivative = (tl.where(visible[0], derivative[0], 0.0),)
-    ds = through_mod(ds, given, q_pos, kv_pos, place, score_with, visible)
+    ds = through_mod(ds, given, q_pos, kv_pos, place, score_with, visible, SCORE_GRADIENT)
     return p_kept, ds, derivative
 
 
@@ -130,7 +131,8 @@ def over_queries(
     score_with, mask, drop, blocks, entries,
     MASKED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr,
-    EXACT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, LIST_Q: tl.constexpr,
+    EXACT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, MASK_MOD: tl.constexpr, LIST_Q: tl.constexpr,
 ):  # fmt: skip
     """Take a tile of keys over the blocks of queries [first, stop); tiles of scores are (block_kv, block_q) here.
 
@@ -150,15 +152,16 @@ def over_queries(
         q = load_rows(q_matrix, start, seen[0], seen[1], DIM_QK, BLOCK_Q, BLOCK_DIM_QK, MASKED, UNIT)
         d_out = load_rows(d_out_matrix, start, seen[0], seen[1], DIM_V, BLOCK_Q, BLOCK_DIM_V, MASKED, UNIT)
         lse, delta = load_saved(saved, rows)
-        visible = (visible_pairs(q_pos, kv_pos, place, left, right, mask),) if MASKED else ()
+        visible = (visible_pairs(q_pos, kv_pos, place, left, right, mask, MASK_MOD),) if MASKED else ()
         q_source, d_out_source = (q_matrix, start, seen[0], seen[1]), (d_out_matrix, start, seen[0], seen[1])
         score = tl.dot(k, q.T, input_precision=PRECISION)
         score = add_pieces(score, k_source, q_source, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT, PRECISION)
         dp = tl.dot(v, d_out.T, input_precision=PRECISION)
         dp = add_pieces(dp, v_source, d_out_source, DIM_V, BLOCK_DIM_V, MASKED, UNIT, PRECISION)
         p, ds, derivative = tile_gradients(
-            score, dp, lse[None, :], delta[None, :], q_pos, kv_pos, place, score_with, drop, visible, EXACT, PACKED
-        )
+            score, dp, lse[None, :], delta[None, :], q_pos, kv_pos, place, score_with, drop, visible, EXACT, PACKED,
+            SCORE_MOD, SCORE_GRADIENT,
+        )  # fmt: skip
         if NEED_DV:
             d_out = own_piece(d_out, d_out_source, (), piece, DIM_V, BLOCK_DIM_V, MASKED, UNIT)
             dv = tl.dot(p.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
@@ -233,7 +236,7 @@ def key_gradients(
         )
         alibi = scalar_of(slopes_ptr, sequence, head, slopes_batch_stride, slopes_head_stride)
         drop = () if seed_ptr is None else (tl.load(seed_ptr), dropout, head, sequence)
-        score_mod, mask_mod = mods_of(mods, sequence, head, SCORE_MOD, SCORE_GRADIENT, MASK_MOD)
+        score_mod, mask_mod = mods_of(mods, sequence, head, SCORE_MOD, MASK_MOD)
         parts, entries = parts_of(edges, mods, sequence, head, start, LIST_KV, LIST_Q, BLOCK_Q)
         for part in tl.static_range(3):  # masked, bare, masked; or listed: partial, full
             if part < 2 if LIST_Q > 0 else ((right is not None or not BARE) if part == 0 else BARE):
@@ -243,7 +246,8 @@ def key_gradients(
                     seen, (scale, option(softcap), bias, alibi, score_mod),
                     (mask, () if LIST_Q > 0 and part == 1 else mask_mod), drop, parts[part], entries[part],
                     part != 1 or not LIST_BARE, dk_ptr is not None, dv_ptr is not None, DIM_QK, DIM_V, BLOCK_Q,
-                    BLOCK_DIM_QK, BLOCK_DIM_V, UNIT, EXACT, PACKED, PRECISION, LIST_Q,
+                    BLOCK_DIM_QK, BLOCK_DIM_V, UNIT, EXACT, PACKED, PRECISION, SCORE_MOD, SCORE_GRADIENT, MASK_MOD,
+                    LIST_Q,
                 )  # fmt: skip
     inside = (kv_pos >= kv_start) & (kv_pos < kv_stop)
     if dk_ptr is not None:
@@ -265,7 +269,8 @@ def over_keys(
     score_with, mask, drop, blocks, entries,
     MASKED: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, LIST_KV: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, MASK_MOD: tl.constexpr, LIST_KV: tl.constexpr,
 ):  # fmt: skip
     """Take a tile of queries over the blocks of keys [first, stop), or over as many blocks of the entries of a list."""
     first, stop = blocks
@@ -280,7 +285,7 @@ def over_keys(
         kv_pos = (start + tl.arange(0, BLOCK_KV))[None, :]
         k = load_rows(k_matrix, start, seen[0], seen[1], DIM_QK, BLOCK_KV, BLOCK_DIM_QK, MASKED, UNIT)
         v = load_rows(v_matrix, start, seen[0], seen[1], DIM_V, BLOCK_KV, BLOCK_DIM_V, MASKED, UNIT)
-        visible = (visible_pairs(q_pos, kv_pos, place, left, right, mask),) if MASKED else ()
+        visible = (visible_pairs(q_pos, kv_pos, place, left, right, mask, MASK_MOD),) if MASKED else ()
         if len(mask[0]) + len(mask[1]) > 0:
             k = zero_unseen(k, visible[0])
         k_source, v_source = (k_matrix, start, seen[0], seen[1]), (v_matrix, start, seen[0], seen[1])
@@ -289,8 +294,9 @@ def over_keys(
         dp = tl.dot(d_out, v.T, input_precision=PRECISION)
         dp = add_pieces(dp, d_out_source, v_source, DIM_V, BLOCK_DIM_V, MASKED, UNIT, PRECISION)
         _, ds, derivative = tile_gradients(
-            score, dp, lse, delta, q_pos, kv_pos, place, score_with, drop, visible, EXACT, PACKED
-        )
+            score, dp, lse, delta, q_pos, kv_pos, place, score_with, drop, visible, EXACT, PACKED,
+            SCORE_MOD, SCORE_GRADIENT,
+        )  # fmt: skip
         if len(derivative) > 0:
             ds = ds * derivative[0]
         unseen = visible if len(mask[0]) + len(mask[1]) > 0 else ()
@@ -359,7 +365,7 @@ def query_gradients(
     d_out = load_rows(d_out_source[0], q_start, 0, len_q, DIM_V, BLOCK_Q, BLOCK_DIM_V, True, UNIT)
     lse, delta = load_saved((saved, saved_plane_stride), rows)
     dq = tl.zeros([BLOCK_Q, BLOCK_DIM_QK], tl.float32)
-    score_mod, mask_mod = mods_of(mods, sequence, head, SCORE_MOD, SCORE_GRADIENT, MASK_MOD)
+    score_mod, mask_mod = mods_of(mods, sequence, head, SCORE_MOD, MASK_MOD)
     HEAD_MASKED: tl.constexpr = left is not None or kv_start_ptr is not None or not BARE
     for part in tl.static_range(3):  # masked, bare, masked; or listed: partial, full
         if part < 2 if LIST_KV > 0 else (HEAD_MASKED if part == 0 else BARE):
@@ -370,7 +376,7 @@ def query_gradients(
                 (scale, option(softcap), bias, alibi, score_mod), (mask, () if LIST_KV > 0 and part == 1 else mask_mod),
                 drop,
                 parts[part], entries[part], part != 1 or not LIST_BARE, DIM_QK, DIM_V, BLOCK_KV, BLOCK_DIM_QK,
-                BLOCK_DIM_V, UNIT, EXACT, PACKED, PRECISION, LIST_KV,
+                BLOCK_DIM_V, UNIT, EXACT, PACKED, PRECISION, SCORE_MOD, SCORE_GRADIENT, MASK_MOD, LIST_KV,
             )  # fmt: skip
     base = base_of(dq_ptr, sequence, head, q_base, dq_batch_stride, dq_head_stride, dq_row_stride, UNIT)
     store_rows(

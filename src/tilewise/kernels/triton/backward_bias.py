@@ -31,7 +31,8 @@ def add_tiles(
     acc, q_matrix, d_out_matrix, k_matrix, v_matrix, saved, q_start, place, left, right, seen, score_with, mask, drop,
     first, stop, DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    MASK_MOD: tl.constexpr,
 ):  # fmt: skip
     """Add ds of a tile of queries and the blocks of keys [first, stop) to acc, all on top of each other."""
     len_q = place[0]
@@ -46,15 +47,16 @@ def add_tiles(
         kv_pos = (start + tl.arange(0, BLOCK_KV))[None, :]
         k = load_rows(k_matrix, start, seen[0], seen[1], DIM_QK, BLOCK_KV, BLOCK_DIM_QK, True, UNIT)
         v = load_rows(v_matrix, start, seen[0], seen[1], DIM_V, BLOCK_KV, BLOCK_DIM_V, True, UNIT)
-        visible = visible_pairs(q_pos, kv_pos, place, left, right, mask)
+        visible = visible_pairs(q_pos, kv_pos, place, left, right, mask, MASK_MOD)
         k_source, v_source = (k_matrix, start, seen[0], seen[1]), (v_matrix, start, seen[0], seen[1])
         score = tl.dot(q, k.T, input_precision=PRECISION)
         score = add_pieces(score, q_source, k_source, DIM_QK, BLOCK_DIM_QK, True, UNIT, PRECISION)
         dp = tl.dot(d_out, v.T, input_precision=PRECISION)
         dp = add_pieces(dp, d_out_source, v_source, DIM_V, BLOCK_DIM_V, True, UNIT, PRECISION)
         _, ds, _ = tile_gradients(
-            score, dp, lse[:, None], delta[:, None], q_pos, kv_pos, place, score_with, drop, (visible,), EXACT, PACKED
-        )
+            score, dp, lse[:, None], delta[:, None], q_pos, kv_pos, place, score_with, drop, (visible,), EXACT, PACKED,
+            SCORE_MOD, SCORE_GRADIENT,
+        )  # fmt: skip
         acc += ds
     return acc
 
@@ -121,13 +123,14 @@ def bias_gradient(
         )
         alibi = scalar_of(slopes_ptr, sequence, head, slopes_batch_stride, slopes_head_stride)
         drop = () if seed_ptr is None else (tl.load(seed_ptr), dropout, head, sequence)
-        score_mod, mask_mod = mods_of(mods, sequence, head, SCORE_MOD, SCORE_GRADIENT, MASK_MOD)
+        score_mod, mask_mod = mods_of(mods, sequence, head, SCORE_MOD, MASK_MOD)
         acc = add_tiles(
             acc, (q, q_row_stride, q_dim_stride), (g, d_out_row_stride, d_out_dim_stride),
             (k, k_row_stride, k_dim_stride), (v, v_row_stride, v_dim_stride), (saved, saved_plane_stride), start, place,
             left, right, seen, (scale, option(softcap), bias, alibi, score_mod), (mask, mask_mod), drop,
             tl.maximum(edges[0], kv_first), tl.minimum(edges[3], kv_first + kv_span),
             DIM_QK, DIM_V, BLOCK_Q, BLOCK_KV, BLOCK_DIM_QK, BLOCK_DIM_V, UNIT, EXACT, PACKED, PRECISION,
+            SCORE_MOD, SCORE_GRADIENT, MASK_MOD,
         )  # fmt: skip
     at = base_of(
         dbias_ptr, sequence_first, head_first, q_base, dbias_batch_stride, dbias_head_stride, dbias_q_stride, 1

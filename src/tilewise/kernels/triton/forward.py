@@ -43,7 +43,8 @@ def attend(
     entries,
     MASKED: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_DIM_QK: tl.constexpr, BLOCK_DIM_V: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, NEGATIVE: tl.constexpr, LIST_KV: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, NEGATIVE: tl.constexpr, SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr, LIST_KV: tl.constexpr,
 ):  # fmt: skip
     """Take the queries over the blocks of keys [first, stop); give the new (row_max, row_sum, acc).
 
@@ -65,7 +66,7 @@ def attend(
         k = load_rows(k_matrix, start, seen_start, seen_stop, DIM_QK, BLOCK_KV, BLOCK_DIM_QK, MASKED, UNIT)
         v = load_rows(v_matrix, start, seen_start, seen_stop, DIM_V, BLOCK_KV, BLOCK_DIM_V, MASKED, UNIT, piece)
         if MASKED:
-            visible = visible_pairs(q_pos, kv_pos, place, left, right, mask)
+            visible = visible_pairs(q_pos, kv_pos, place, left, right, mask, MASK_MOD)
             if len(mask[0]) > 0:
                 k, v = zero_unseen(k, visible), zero_unseen(v, visible)
             elif len(mask[1]) > 0:  # a hidden key's score is replaced, whatever it is
@@ -73,7 +74,7 @@ def attend(
         score = tl.dot(q, k.T, input_precision=PRECISION)
         k_source = (k_matrix, start, seen_start, seen_stop)
         score = add_pieces(score, q_source, k_source, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT, PRECISION, NEGATIVE)
-        score, _, _ = finish_score(score, q_pos, kv_pos, place, score_with, EXACT, PACKED)
+        score, _, _ = finish_score(score, q_pos, kv_pos, place, score_with, EXACT, PACKED, SCORE_MOD)
         if MASKED:
             score = tl.where(visible, score, -float("inf"))
         row_max_new = tl.maximum(row_max, tl.max(score, 1) * factor)
@@ -182,7 +183,7 @@ def attention_forward(
     q = -q if NEGATIVE else q
     factor = tl.maximum(tl.abs(scale), 1e-30)
     state = fresh_state(BLOCK_Q, BLOCK_DIM_V)
-    score_mod, mask_mod = mods_of(mods, sequence, head, SCORE_MOD, None, MASK_MOD)
+    score_mod, mask_mod = mods_of(mods, sequence, head, SCORE_MOD, MASK_MOD)
     for part in tl.static_range(3):  # masked, bare, masked; or listed: partial, full
         if part < 2 if LIST_KV > 0 else (HEAD_MASKED if part == 0 else BARE):
             state = attend(
@@ -190,7 +191,7 @@ def attention_forward(
                 state, place, left, right, seen, (factor, option(softcap), bias, alibi, score_mod),
                 (mask, () if LIST_KV > 0 and part == 1 else mask_mod), drop, parts[part], entries[part],
                 part != 1 or not LIST_BARE, DIM_QK, DIM_V, BLOCK_KV, BLOCK_DIM_QK, BLOCK_DIM_V, UNIT, EXACT, PACKED,
-                PRECISION, NEGATIVE, LIST_KV,
+                PRECISION, NEGATIVE, SCORE_MOD, MASK_MOD, LIST_KV,
             )  # fmt: skip
     if len(sink) > 0:
         state = add_sink(state, tl.where(is_tail, -float("inf"), sink[0] * LOG2E))

@@ -159,10 +159,10 @@ def option(value):
 
 
 @triton.jit
-def mods_of(mods, sequence, head, SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, MASK_MOD: tl.constexpr):
-    """Gather what `finish_score` needs of a score_mod, and `visible_pairs` of a mask_mod; () for what is absent."""
-    score_mod = () if SCORE_MOD is None else (SCORE_MOD, SCORE_GRADIENT, sequence, head, mods[0], mods[1], mods[4])
-    mask_mod = () if MASK_MOD is None else (MASK_MOD, sequence, head, mods[2], mods[3])
+def mods_of(mods, sequence, head, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr):
+    """Gather what a score_mod and a mask_mod are given beside scores and positions; () for what is absent."""
+    score_mod = () if SCORE_MOD is None else (sequence, head, mods[0], mods[1], mods[4])
+    mask_mod = () if MASK_MOD is None else (sequence, head, mods[2], mods[3])
     return score_mod, mask_mod
 
 
@@ -335,16 +335,19 @@ def tanh(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def visible_pairs(q_pos, kv_pos, place, left, right, mask):
-    """Say which pairs of the tile are visible; mask is a dense one and a mask_mod. Rows behind the last see nothing."""
+def visible_pairs(q_pos, kv_pos, place, left, right, mask, MASK_MOD: tl.constexpr = None):
+    """Say which pairs of the tile are visible. Rows behind the last query see nothing.
+
+    mask is what a dense mask needs and what MASK_MOD needs, () for each that is absent or not to be asked.
+    """
     len_q, kv_start, kv_stop, offset = place
     pairs, mod = mask
     visible = is_visible(q_pos, kv_pos, kv_start, kv_stop, left, right, offset) & (q_pos < len_q)
     if len(pairs) > 0:
         visible = visible & (load_pairs(pairs, q_pos, kv_pos, len_q, False) != 0)
     if len(mod) > 0:
-        mask_mod, sequence, head, tensors, constants = mod
-        visible = visible & mask_mod(sequence, head, q_pos, kv_pos, tensors, constants)
+        sequence, head, tensors, constants = mod
+        visible = visible & MASK_MOD(sequence, head, q_pos, kv_pos, tensors, constants)
     return visible
 
 
@@ -363,7 +366,9 @@ def zero_unseen(rows, visible):
 
 
 @triton.jit
-def finish_score(score, q_pos, kv_pos, place, score_with, EXACT: tl.constexpr, PACKED: tl.constexpr):
+def finish_score(
+    score, q_pos, kv_pos, place, score_with, EXACT: tl.constexpr, PACKED: tl.constexpr, SCORE_MOD: tl.constexpr = None
+):
     """Make a score in base 2 of ``dot(q, k)``: scale, softcap, bias, ALiBi, score_mod; and give what gradients need.
 
     That is the softcap's derivative, and the score that the score_mod was given, each in a tuple or ().
@@ -388,8 +393,8 @@ def finish_score(score, q_pos, kv_pos, place, score_with, EXACT: tl.constexpr, P
     given = ()
     if len(mod) > 0:
         given = (score,)
-        score_mod, _, sequence, head, tensors, constants, _ = mod
-        score = score_mod(score, sequence, head, q_pos, kv_pos, tensors, constants)
+        sequence, head, tensors, constants, _ = mod
+        score = SCORE_MOD(score, sequence, head, q_pos, kv_pos, tensors, constants)
     return score, derivative, given
 
 
@@ -402,14 +407,14 @@ def exponent_factor(score_with):
 
 
 @triton.jit
-def through_mod(ds, given, q_pos, kv_pos, place, score_with, visible):
+def through_mod(ds, given, q_pos, kv_pos, place, score_with, visible, SCORE_GRADIENT: tl.constexpr):
     """Take the gradient of a score back through the score_mod, adding what its tensors get to their gradients.
 
     ``given`` holds the score that it was given, or is () where there is none; visible as in `visible_pairs`, or ().
     Hidden pairs give nothing: their scores may be NaN, and the slopes.
     """
     if len(given) > 0:
-        _, gradient, sequence, head, tensors, constants, into = score_with[4]
+        sequence, head, tensors, constants, into = score_with[4]
         d_tensors, scatters = into
         if len(visible) > 0:
             seen = visible[0]
@@ -417,7 +422,7 @@ def through_mod(ds, given, q_pos, kv_pos, place, score_with, visible):
             seen = within(q_pos, kv_pos, place)
         else:
             seen = True
-        ds = gradient(given[0], sequence, head, q_pos, kv_pos, tensors, constants, ds, d_tensors, seen)
+        ds = SCORE_GRADIENT(given[0], sequence, head, q_pos, kv_pos, tensors, constants, ds, d_tensors, seen)
     return ds
 
 
