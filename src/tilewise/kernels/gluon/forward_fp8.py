@@ -38,20 +38,17 @@ from tilewise.kernels.gluon.schedule import (
     put_place,
     visited,
 )
-from tilewise.kernels.gluon.softmax import LOG2E, finish_rows, hide, largest, rows_see, sum_of_lane, to_rows_of
+from tilewise.kernels.gluon.softmax import LOG2E, finish_rows, rows_see, to_rows_of
+from tilewise.kernels.gluon.softmax_fp8 import packed, softmax_step
 from tilewise.kernels.gluon.sync import (
     arrive,
     bytes_of,
     count,
-    exp2_shared,
     first_lane,
     get,
-    inverse_of_power,
     lane_id,
-    log2_of_power,
     named_arrive,
     named_sync,
-    pack_e4m3,
     put,
     rescale_if_moved,
     wait,
@@ -60,8 +57,6 @@ from tilewise.problem import fp8
 
 TURN = gl.constexpr(8)  # the first of the hardware's barriers by which consumers take turns
 BLOCK = gl.constexpr(fp8.BLOCK)  # keys in a block: those with one scale, as 128 rows of q have
-TOP = gl.constexpr(8.0)  # p stays at or below 2**8
-SLACK = gl.constexpr(4.0)  # powers of two of these that a lazy maximum leaves free
 NOWHERE = gl.constexpr(2**30)  # a column behind every end of v: the copy engine gives zeros
 
 
@@ -289,69 +284,13 @@ def add_values(p, v_buffers, stage, acc, PLAN: gl.constexpr):
     return warpgroup_mma(operand, v.permute((1, 0)), acc, is_async=True)
 
 
-@gluon.jit
-def packed(p):
-    """Round p to e4m3, four to an int32, with the keys in the order of v: what is a thread's stays its own."""
-    parts = p.reshape([p.shape[0], p.shape[1] // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
-    even, odd = gl.split(parts.reshape([p.shape[0], p.shape[1] // 4, 2, 2]))
-    a, c = gl.split(even)
-    b, d = gl.split(odd)
-    return pack_e4m3(a, b, c, d)
-
-
 @gluon.constexpr_function
 def accumulator(columns):
     """Give the layout of a product's result: rows over four warps of 16."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
 
 
-# ---- softmax --------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def softmax_step(score, state, how, MASKED: gl.constexpr, LAZY: gl.constexpr, SOFT: gl.constexpr):
-    """Take rows (row_max, row_sum) one tile of scores further, as `softmax.softmax_step` does.
-
-    ``how`` is (q_factor, (k_scale, v_scale), NEGATIVE, seen, start). p is in the units of the block's v, and row_max
-    the number for which the largest p is 2**height; row_sum takes the units off, so that both give lse as ever.
-    """
-    q_factor, of_block, NEGATIVE, seen, start = how
-    k_scale, v_scale = of_block
-    factor = q_factor * k_scale
-    unit = log2_of_power(v_scale)
-    if NEGATIVE:
-        score = -score
-    if MASKED:
-        score = hide(score, seen, start)
-    row_max_new = largest(score) * factor + (unit - height(LAZY))
-    if len(state) > 0:
-        row_max_new = moved(state[0], row_max_new, LAZY)
-    anchor = row_max_new
-    if MASKED:
-        anchor = gl.where(row_max_new == -float("inf"), 0.0, row_max_new)
-    y = score * factor - (anchor - unit)[:, None]
-    p = exp2_shared(y, SOFT) if SOFT else gl.exp2(y)
-    row_sum = sum_of_lane(p) * inverse_of_power(v_scale)
-    if len(state) > 0:
-        rescale = gl.exp2(state[0] - anchor)
-        row_sum = state[1] * to_rows_of(rescale, row_sum)[:, None] + row_sum
-    else:
-        rescale = gl.full_like(anchor, 1.0)
-    return p, (row_max_new, row_sum), rescale
-
-
-@gluon.constexpr_function
-def height(lazy):
-    """Give the power of two that p reaches where row_max is a block's own."""
-    return TOP - SLACK if lazy else TOP
-
-
-@gluon.jit
-def moved(row_max, row_max_new, LAZY: gl.constexpr):
-    """Give the maximum of both; LAZY keeps the old one while p fits e4m3."""
-    if LAZY:
-        return gl.where(row_max_new - row_max > SLACK, row_max_new, row_max)
-    return gl.maximum(row_max, row_max_new)
+# ---- scales ---------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
