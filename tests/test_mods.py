@@ -536,7 +536,7 @@ class Cut(torch.autograd.Function):
 
 
 def cut(score):  # type: ignore[no-untyped-def]
-    return Cut.apply(score)
+    return Cut.apply(score)  # type: ignore[no-untyped-call]
 
 
 REFUSED: dict[str, tuple[Function, str]] = {

@@ -79,8 +79,8 @@ def dilated_window(reach: int, dilation: int) -> Mask:
     """
 
     def mask(batch: Values, head: Values, q_pos: Values, kv_pos: Values) -> object:
-        distance = abs(q_pos - kv_pos)
-        return (distance <= reach) & (distance % dilation == 0)
+        # Remainders of positions, not of distances: a kernel then divides once for a row or a column, not for a pair.
+        return (abs(q_pos - kv_pos) <= reach) & (q_pos % dilation == kv_pos % dilation)
 
     return mask, ()
 

@@ -344,11 +344,8 @@ def either_natural(left: Value, right: Value) -> bool:
 
 SIGN = "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))"
 SERIES = "{0} * {0} * (-1.0 / 3 + {0} * {0} * (2.0 / 15 + {0} * {0} * (-17.0 / 315 + {0} * {0} * (62.0 / 2835))))"
-# The series keeps what the quotient loses near zero; beside the exponential it costs little.
-TANH = (
-    "tl.where({0} * {0} < 0.0625, {0} + {0} * (" + SERIES + "), "
-    "tl.where({0} < 0, -1.0, 1.0) * (2.0 / (1.0 + tl.exp(-2.0 * tl.abs({0}))) - 1.0))"
-)
+# The series keeps what the difference loses near zero; beside the exponential it costs little.
+TANH = "tl.where({0} * {0} < 0.0625, {0} + {0} * (" + SERIES + "), 1.0 - 2.0 / (1.0 + tl.exp(2.0 * {0})))"
 # With u = 1 + x rounded, log(u) / (u - 1) has the error that log(1 + x) / x is short of: they cancel.
 LOG1P = "tl.where(1.0 + {0} == 1.0, {0}, tl.log(1.0 + {0}) * ({0} / ((1.0 + {0}) - 1.0)))"
 

@@ -81,8 +81,9 @@ def relative_bias(table: Array, *, max_distance: int = 128, is_bidirectional: bo
     def score_mod(
         score: Values, batch: Values, head: Values, q_pos: Values, kv_pos: Values, by_distance: Values
     ) -> object:
-        distance = minimum(maximum(kv_pos - q_pos, -max_distance), max_distance)
-        return score + by_distance[distance + max_distance, head]
+        # Clamped at 0, an index is known to count from the tensor's beginning: a kernel then spends nothing on others.
+        place = minimum(maximum(kv_pos - q_pos + max_distance, 0), 2 * max_distance)
+        return score + by_distance[place, head]
 
     return score_mod, (by_distance,)
 

@@ -98,7 +98,7 @@ class Writer:
             text = f"{text} != 0"
         elif used is not stored:
             text = f"tl.cast({text}, tl.{str(used).removeprefix('torch.')})"
-        return self.assign(f"load_{site}", Value(text, used, depends, False, None))
+        return self.assign(f"load_{site}", Value(text, used, depends, not stored.is_signed, None))
 
     def pointer(self, site: int) -> tuple[str, frozenset[str]]:
         """Point at the element that a load reads."""
@@ -119,8 +119,8 @@ class Writer:
             stride = f"{tuples}[{tensor}][{1 + axis}]"
             text = index.text
             if not index.natural:
-                text = f"tl.where({text} < 0, {text} + {size}, {text})"
-            text = f"tl.maximum(tl.minimum({text}, {size} - 1), 0)"
+                text = f"tl.maximum(tl.where({text} < 0, {text} + {size}, {text}), 0)"
+            text = f"tl.minimum({text}, {size} - 1)"
             terms.append((len(index.depends), f" + tl.cast({text}, tl.int64) * {stride}", index.depends))
         terms.sort(key=operator.itemgetter(0))  # what is the same for all pairs first: the tile grows as late as it can
         depends = frozenset().union(*(term[2] for term in terms))
