@@ -425,6 +425,7 @@ class Remote:
             self.line, other = context.Pipe()
             self.process = context.Process(target=serve, args=(name, shapes, other), daemon=True)
             self.process.start()
+            other.close()  # so that the line ends if the process does
 
     def ask(self, *asked: object) -> None:
         """Begin something."""

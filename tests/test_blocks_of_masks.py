@@ -46,7 +46,8 @@ def pairs(mask: Callable[..., Any] | None, batch: int, heads: int, len_q: int, l
         return torch.ones(batch, heads, len_q, len_kv, dtype=torch.bool)
     for dim in (3, 2, 1, 0):
         mask = torch.vmap(mask, tuple(0 if axis == dim else None for axis in range(4)))
-    return mask(*(torch.arange(size) for size in (batch, heads, len_q, len_kv)))
+    result: torch.Tensor = mask(*(torch.arange(size) for size in (batch, heads, len_q, len_kv)))
+    return result
 
 
 def kinds_of(visible: torch.Tensor, block_q: int, block_kv: int) -> torch.Tensor:
@@ -156,7 +157,7 @@ class Largest(TorchDispatchMode):
 def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
     peaks = []
     for length in (4096, 8192):
-        with Largest() as largest:
+        with Largest() as largest:  # type: ignore[no-untyped-call]
             Blocks.of(lambda b, h, q, kv: (q - kv).abs() < 300, len_q=length, len_kv=length)
         peaks.append(largest.bytes)
     assert peaks[1] <= 2 * peaks[0]

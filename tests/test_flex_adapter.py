@@ -107,7 +107,8 @@ def pairs(function: Callable[..., Any], *first: torch.Tensor) -> torch.Tensor:
     for dim in (3, 2, 1, 0):
         lead = (0,) * len(first)
         function = torch.vmap(function, (*lead, *(0 if axis == dim else None for axis in range(4))))
-    return function(*first, *positions)
+    result: torch.Tensor = function(*first, *positions)
+    return result
 
 
 def formula(
@@ -145,6 +146,7 @@ def test_results_are_pytorchs(score: str, mask: str) -> None:
     block_mask = None if mask_mod is None else theirs.create_block_mask(mask_mod, 2, 4, LEN, LEN, device="cpu")
     request = theirs.AuxRequest(lse=True)
     expected, aux = theirs.flex_attention(q, k, v, score_mod, block_mask, return_aux=request)
+    assert aux.lse is not None
     for given in (blocks, block_mask):
         out, lse = flex_attention(q, k, v, score_mod, given, return_lse=True)
         assert close(out, expected)
@@ -154,14 +156,15 @@ def test_results_are_pytorchs(score: str, mask: str) -> None:
 @pytest.mark.parametrize("mask", ["none", "and", "rows that see nothing"])
 @pytest.mark.parametrize("score", SCORES)
 def test_gradients_are_those_of_the_formula_and_reach_captured_tensors(score: str, mask: str) -> None:
-    leaves = [x.requires_grad_() for x in inputs(heads_kv=2)]
+    q, k, v = (x.requires_grad_() for x in inputs(heads_kv=2))
+    leaves = [q, k, v]
     score_mod, mask_mod = SCORES[score], MASKS[mask]
     if score == "relative":
         leaves.append(TABLE.clone().requires_grad_())
         score_mod = relative(leaves[-1])
     blocks = None if mask_mod is None else create_block_mask(mask_mod, 2, 4, LEN, LEN, device="cpu")
-    out, lse = flex_attention(*leaves[:3], score_mod, blocks, scale=0.4, enable_gqa=True, return_lse=True)  # type: ignore[misc]
-    expected, expected_lse = formula(*leaves[:3], score_mod, mask_mod, 0.4)  # type: ignore[misc]
+    out, lse = flex_attention(q, k, v, score_mod, blocks, scale=0.4, enable_gqa=True, return_lse=True)
+    expected, expected_lse = formula(q, k, v, score_mod, mask_mod, 0.4)
     assert close(out.detach(), expected.detach())
     weights, weights_lse = torch.rand_like(out), torch.rand_like(lse)
     sees = (expected_lse > -math.inf).detach()
@@ -191,7 +194,7 @@ def test_one_sequence_of_keys_serves_all_queries_that_the_mask_tells_apart() -> 
     q, k, v = inputs()
     blocks = create_block_mask(documents, 2, None, LEN, LEN, device="cpu")
     out = flex_attention(q, k[:1], v[:1], block_mask=blocks)
-    assert close(out, formula(q, k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1), None, documents)[0])  # type: ignore[arg-type]
+    assert close(out, formula(q, k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1), None, documents)[0])
 
 
 # ---- block masks ----
@@ -227,7 +230,7 @@ def test_lists_made_by_hand_count_whatever_the_function_says() -> None:
         return full | ((first | last) & (q >= kv))
 
     q, k, v = inputs()
-    assert close(flex_attention(q, k, v, None, block_mask), formula(q, k, v, None, listed)[0])  # type: ignore[arg-type]
+    assert close(flex_attention(q, k, v, None, block_mask), formula(q, k, v, None, listed)[0])
 
 
 def test_create_block_mask_gives_lists_in_the_tiles_asked_for() -> None:
@@ -249,11 +252,11 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="made for 256 queries and 150 keys; got 150 and 150"):
         flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, 256, LEN, device="cpu"))
     with pytest.raises(ValueError, match="return_lse does not go with return_aux"):
-        flex_attention(q, k, v, return_lse=True, return_aux=theirs.AuxRequest(lse=True))
+        flex_attention(q, k, v, return_lse=True, return_aux=theirs.AuxRequest(lse=True))  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="max_scores are not kept"):
         flex_attention(q, k, v, return_aux=theirs.AuxRequest(max_scores=True))
     with pytest.raises(TypeError, match="block_mask must be a BlockMask"):
-        flex_attention(q, k, v, block_mask=torch.ones(LEN, LEN, dtype=torch.bool))  # type: ignore[arg-type]
+        flex_attention(q, k, v, block_mask=torch.ones(LEN, LEN, dtype=torch.bool))  # type: ignore[call-overload]
 
 
 def test_a_sliced_block_mask_has_lost_its_function() -> None:

@@ -10,7 +10,7 @@ torch.compile: a call computes in tiles by itself, on every device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,33 +22,68 @@ from tilewise.backends.block_lists import Blocks
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from tilewise.backends.block_lists import BlockMaskLike, MaskMod
+    from tilewise.backends.block_lists import MaskMod
 
 __all__ = ["create_block_mask", "flex_attention"]
 
 ScoreMod: TypeAlias = "Callable[..., torch.Tensor]"
 
 
-class AuxRequest(Protocol):
-    """What is read of a torch.nn.attention.flex_attention.AuxRequest."""
-
-    lse: bool
-    max_scores: bool
-
-
+@overload
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: theirs.BlockMask | Blocks | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel_options: Mapping[str, object] | None = ...,
+    *,
+    return_aux: None = ...,
+) -> torch.Tensor: ...
+@overload
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: theirs.BlockMask | Blocks | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    return_lse: Literal[True],
+    kernel_options: Mapping[str, object] | None = ...,
+    return_aux: None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: theirs.BlockMask | Blocks | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel_options: Mapping[str, object] | None = ...,
+    *,
+    return_aux: theirs.AuxRequest,
+) -> tuple[torch.Tensor, theirs.AuxOutput]: ...
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     score_mod: ScoreMod | None = None,
-    block_mask: BlockMaskLike | Blocks | None = None,
+    block_mask: theirs.BlockMask | Blocks | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: Mapping[str, object] | None = None,
     *,
-    return_aux: AuxRequest | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, object]:
+    return_aux: theirs.AuxRequest | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, theirs.AuxOutput]:
     """Compute what torch.nn.attention.flex_attention.flex_attention computes, in tiles, forward and backward.
 
     Args:
@@ -158,7 +193,7 @@ def create_block_mask(
 _taken: WeakKeyDictionary[theirs.BlockMask, tuple[tuple[object, ...], Blocks]] = WeakKeyDictionary()
 
 
-def _blocks(block_mask: BlockMaskLike | Blocks | None) -> Blocks | None:
+def _blocks(block_mask: theirs.BlockMask | Blocks | None) -> Blocks | None:
     """Give what a call's block_mask says, a BlockMask's lists taken once."""
     if block_mask is None or isinstance(block_mask, Blocks):
         return block_mask
@@ -173,5 +208,5 @@ def _blocks(block_mask: BlockMaskLike | Blocks | None) -> Blocks | None:
     state = (block_mask.mask_mod, *versions)
     known = _taken.get(block_mask)
     if known is None or known[0] != state:
-        known = _taken[block_mask] = state, Blocks.from_torch(cast("BlockMaskLike", block_mask))
+        known = _taken[block_mask] = state, Blocks.from_torch(block_mask)
     return known[1]

@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.functional import pad
@@ -30,7 +30,10 @@ from torch.nn.functional import pad
 from tilewise.mods.trace import Traced, trace_mask
 from tilewise.problem.blocks import is_visible
 
-__all__ = ["EMPTY", "FULL", "PARTIAL", "BlockMaskLike", "Blocks", "MaskMod", "TileLists"]
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = ["EMPTY", "FULL", "PARTIAL", "Blocks", "MaskMod", "TileLists"]
 
 MaskMod: TypeAlias = Callable[..., torch.Tensor | bool]
 
@@ -53,18 +56,6 @@ class TileLists(NamedTuple):
     partial: torch.Tensor
     full_start: torch.Tensor
     full: torch.Tensor
-
-
-class BlockMaskLike(Protocol):
-    """What is read of a torch.nn.attention.flex_attention.BlockMask."""
-
-    seq_lengths: tuple[int, int]
-    kv_num_blocks: torch.Tensor
-    kv_indices: torch.Tensor
-    full_kv_num_blocks: torch.Tensor | None
-    full_kv_indices: torch.Tensor | None
-    BLOCK_SIZE: tuple[int, int]
-    mask_mod: MaskMod
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +143,7 @@ class Blocks:
         return found
 
     @staticmethod
-    def from_torch(block_mask: BlockMaskLike) -> Blocks:
+    def from_torch(block_mask: BlockMask) -> Blocks:
         """Take the lists of a torch.nn.attention.flex_attention.BlockMask, and its mask_mod.
 
         The lists count: a tile in neither list is hidden, one in the full list visible, whatever mask_mod says of them.
@@ -442,7 +433,7 @@ def _mark(kinds: torch.Tensor, number: torch.Tensor, indices: torch.Tensor, kind
     kinds.flatten(0, 2)[rows, indices.flatten(0, -2)[rows, places].long()] = kind
 
 
-def _mask_of(block_mask: BlockMaskLike) -> MaskMod | None:
+def _mask_of(block_mask: BlockMask) -> MaskMod | None:
     """Give a BlockMask's function; the one that it has where none was given hides nothing."""
     from torch.nn.attention.flex_attention import noop_mask
 

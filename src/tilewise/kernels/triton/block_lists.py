@@ -18,7 +18,8 @@ from tilewise.kernels.triton.steps import block_ranges, is_visible
 @kernel
 def list_tiles(
     partial_place_ptr, full_place_ptr, partial_ptr, full_ptr,
-    heads: tl.int32, tiles_q: tl.int32, len_q: tl.int32, len_kv: tl.int32, left, right, offset: tl.int32, mods: tl.tuple,
+    heads: tl.int32, tiles_q: tl.int32, len_q: tl.int32, len_kv: tl.int32, left, right, offset: tl.int32,
+    mods: tl.tuple,
     MASK_MOD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     PIECE_Q: tl.constexpr, PIECE_KV: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
