@@ -67,7 +67,7 @@ def launches(call: Call, capability: Capability, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(triton_portable, "_launch", catch)
     monkeypatch.setattr(triton_portable, "_prepare", lambda *_: None)
     monkeypatch.setattr(triton_portable, "_capability", lambda _: capability)
-    problem, tensors = call.problem, call.tensors
+    problem, tensors = call.described()
     out, lse = triton_portable.forward(problem, tensors)
     needs = Needs(dbias=tensors.bias is not None, dsink=tensors.sink is not None)
     triton_portable.backward(problem, tensors, out, lse, call.d_out, call.d_lse, needs)

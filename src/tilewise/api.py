@@ -75,6 +75,7 @@ def attention(
     deterministic: bool = False,
     return_lse: bool = False,
     layout: Layout = "bhsd",
+    fp8: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute exact attention, ``softmax(scale * q @ k.T + ...) @ v``, in tiles, never storing the score matrix.
@@ -109,6 +110,8 @@ def attention(
         deterministic: gradients bitwise equal over runs.
         return_lse: also return lse.
         layout: "bhsd", or "bshd" for q, k, v and out as (batch, len, heads, dim); no copy is made.
+        fp8: quantise q, k and v first, then multiply 8-bit numbers (see `tilewise.fp8`): rounded, for inference, with
+            causal, align, scale and return_lse alone.
         backend: a backend's name; None takes the first that serves the call.
 
     Returns:
@@ -130,7 +133,7 @@ def attention(
     asked = None
     if score_mod is not None or mask_mod is not None or blocks is not None or score_tensors or mask_tensors:
         asked = Asked(score_mod, score_tensors, mask_mod, mask_tensors, blocks)
-    like, results = recall(given, wanted) if asked is None else (None, None)
+    like, results = recall(given, wanted) if asked is None and not fp8 else (None, None)
     if results is not None:
         return results if return_lse else results[0]  # type: ignore[return-value]  # an lse that was asked for
     check_tensors(q=q, k=k, v=v, bias=bias, mask=mask, sink=sink, alibi_slopes=alibi_slopes)
@@ -154,7 +157,7 @@ def attention(
         kv_stop=integers_tensor("kv_stop", kv_stop, q),
         seed=seed_tensor(seed, dropout, q),
     )
-    out, lse = _call(tensors, options, like if tensors.seed is seed else None, asked)
+    out, lse = _call(tensors, options, like if tensors.seed is seed else None, asked, fp8)
     out = out.transpose(1, 2) if layout == "bshd" else out
     return (out, lse) if return_lse else out  # type: ignore[return-value]  # as above
 
@@ -207,6 +210,7 @@ def attention_varlen(
     seed: int | torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    fp8: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute attention within each of several sequences packed end to end; see `attention` for the formula.
@@ -225,7 +229,7 @@ def attention_varlen(
         block_table: (batch, max_pages) int32 or int64, the pages of each sequence in order; pages get no gradient.
         bias: (heads_q or 1, total_q, max_seqlen_k), its last axis counting keys within a sequence.
         sink, alibi_slopes: (heads_q,) or (batch, heads_q).
-        causal, window, align, scale, softcap, dropout, seed, deterministic, return_lse, backend: as in `attention`.
+        causal, window, align, scale, softcap, dropout, seed, deterministic, return_lse, fp8, backend: see `attention`.
         score_mod, score_tensors, mask_mod, mask_tensors: as in `attention`; batch is the number of a sequence, and
             positions count within it.
 
@@ -254,7 +258,7 @@ def attention_varlen(
     asked = None
     if score_mod is not None or mask_mod is not None or score_tensors or mask_tensors:
         asked = Asked(score_mod, score_tensors, mask_mod, mask_tensors)
-    like, results = recall(given, wanted) if asked is None else (None, None)
+    like, results = recall(given, wanted) if asked is None and not fp8 else (None, None)
     if results is not None:
         return results if return_lse else results[0]  # type: ignore[return-value]  # an lse that was asked for
     check_tensors(q=q, k=k, v=v, bias=bias, sink=sink, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q)
@@ -277,11 +281,15 @@ def attention_varlen(
         block_table=block_table,
         seed=seed_tensor(seed, dropout, q),
     )
-    out, lse = _call(tensors, options, like if tensors.seed is seed else None, asked)
+    out, lse = _call(tensors, options, like if tensors.seed is seed else None, asked, fp8)
     return (out, lse) if return_lse else out  # type: ignore[return-value]  # as above
 
 
-def _call(tensors: Tensors, options: Options, like: object, asked: Asked | None) -> OutAndPerhapsLse:
+def _call(tensors: Tensors, options: Options, like: object, asked: Asked | None, fp8: bool) -> OutAndPerhapsLse:
+    if fp8:
+        from tilewise.fp8 import attend
+
+        return attend(tensors, options, modified=asked is not None)
     if asked is None:
         return autograd.call(tensors, options, like)
     from tilewise import autograd_mods

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         dropout: float
         seed: int | torch.Tensor | None
         deterministic: bool
+        fp8: bool
 
     class DenseOptions(TrainingOptions, total=False):
         """The keyword arguments of attention, but for return_lse."""

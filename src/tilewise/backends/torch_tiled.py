@@ -404,7 +404,9 @@ class Engine:
         if d_lse is not None:
             delta = delta - self.grouped_rows(d_lse)[..., start:stop]
         lse = self.grouped_rows(lse)[..., start:stop]
-        return Rows(d_out, torch.where(lse == -math.inf, 0, lse * LOG2E), delta)
+        far = torch.where(lse == -math.inf, 0.0, math.inf)  # p is 0 where the dtype no longer tells scores apart
+        near = lse.abs() < 2 / torch.finfo(lse.dtype).eps
+        return Rows(d_out, torch.where(near, lse * LOG2E, far), delta)
 
 
 def _split_heads(x: torch.Tensor, problem: Problem) -> torch.Tensor:

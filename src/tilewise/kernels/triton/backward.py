@@ -18,6 +18,7 @@ import triton.language as tl
 
 from tilewise.kernels.share import kernel
 from tilewise.kernels.triton.steps import (
+    FAR_LSE,
     LOG2E,
     add_pieces,
     base_of,
@@ -56,7 +57,8 @@ def prepare_rows(
 ):  # fmt: skip
     """Save what the other kernels need of each row: lse in base 2, then ``delta = sum(d_out * out) - d_lse``.
 
-    Saved lse is 0 where a row has seen nothing: its scores are all -inf. Packed sequences need no telling apart here.
+    Saved lse is 0 where a row has seen nothing: its scores are all -inf. It is inf, so that p is 0, where float32 no
+    longer tells scores apart: exp2 of what rounding leaves there would overflow. Packed sequences need no telling apart here.
     """
     program = tl.program_id(0)
     start = program % tiles * BLOCK_Q
@@ -76,7 +78,8 @@ def prepare_rows(
         d_lse = base_of(d_lse_ptr, sequence, head, 0, d_lse_batch_stride, d_lse_head_stride, d_lse_row_stride, 1)
         delta -= tl.load(d_lse + rows * d_lse_row_stride, mask=rows < len_q, other=0.0)
     lse = tl.load(lse + rows * lse_row_stride, mask=rows < len_q, other=0.0)
-    tl.store(saved + rows, tl.where(lse == -float("inf"), 0.0, lse * LOG2E), mask=rows < len_q)
+    far = tl.where(lse == -float("inf"), 0.0, float("inf"))
+    tl.store(saved + rows, tl.where(tl.abs(lse) < FAR_LSE, lse * LOG2E, far), mask=rows < len_q)
     tl.store(saved + saved_plane_stride + rows, delta, mask=rows < len_q)
 
 

@@ -77,9 +77,9 @@ def attend(
         score, _, _ = finish_score(score, q_pos, kv_pos, place, score_with, EXACT, PACKED, SCORE_MOD)
         if MASKED:
             score = tl.where(visible, score, -float("inf"))
-        row_max_new = tl.maximum(row_max, tl.max(score, 1) * factor)
+        row_max_new = tl.maximum(row_max, scaled(tl.max(score, 1), factor))
         anchor = tl.where(row_max_new == -float("inf"), 0.0, row_max_new)
-        p = tl.exp2(score * factor - anchor[:, None])
+        p = tl.exp2(score * factor_at(anchor, factor)[:, None] - anchor[:, None])
         rescale = tl.exp2(row_max - anchor)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         if len(drop) > 0:
@@ -87,6 +87,43 @@ def attend(
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
         row_max = row_max_new
     return row_max, row_sum, acc
+
+
+# ---- scores that are far out ----------------------------------------------------------------------------------------
+#
+# ``score * factor - anchor`` is rounded once, and the anchor was rounded before: the largest score's difference is not
+# 0 but half a unit in the anchor's last place. A common factor of all p, it cancels against row_sum, until exp2
+# overflows: from 2**30 on. There a power of two takes the factor's place, by which products are exact. So the largest
+# score gives p = 1, and all others 0, as they should: the next number that float32 has lies 64 or more below.
+
+FAR = tl.constexpr(2.0**30)
+
+
+@triton.jit
+def power_above(factor):
+    """Give the power of two that is next to a positive factor, upwards, as a tensor of one."""
+    bits = tl.full([1], factor, tl.float32).to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scaled(row_max, factor):
+    """Scale row_max to base 2, by what fits it."""
+    near = row_max * factor
+    return tl.where(tl.abs(near) > FAR, row_max * power_above(factor), near)
+
+
+@triton.jit
+def factor_at(anchor, factor):
+    """Give each row the factor that its anchor was scaled by."""
+    return tl.where(tl.abs(anchor) > FAR, power_above(factor), factor)
+
+
+@triton.jit
+def unscaled(state, factor):
+    """Give the state with row_max as scaled by the factor alone: what lse reports."""
+    row_max, row_sum, acc = state
+    return tl.where(tl.abs(row_max) > FAR, row_max * (factor / power_above(factor)), row_max), row_sum, acc
 
 
 @triton.jit
@@ -184,15 +221,17 @@ def attention_forward(
     factor = tl.maximum(tl.abs(scale), 1e-30)
     state = fresh_state(BLOCK_Q, BLOCK_DIM_V)
     score_mod, mask_mod = mods_of(mods, sequence, head, SCORE_MOD, MASK_MOD)
+    score_with = (factor, option(softcap), bias, alibi, score_mod)
     for part in tl.static_range(3):  # masked, bare, masked; or listed: partial, full
         if part < 2 if LIST_KV > 0 else (HEAD_MASKED if part == 0 else BARE):
             state = attend(
                 q, q_source, (k, k_row_stride, k_dim_stride), (v, v_row_stride, v_dim_stride), piece, rows[:, None],
-                state, place, left, right, seen, (factor, option(softcap), bias, alibi, score_mod),
+                state, place, left, right, seen, score_with,
                 (mask, () if LIST_KV > 0 and part == 1 else mask_mod), drop, parts[part], entries[part],
                 part != 1 or not LIST_BARE, DIM_QK, DIM_V, BLOCK_KV, BLOCK_DIM_QK, BLOCK_DIM_V, UNIT, EXACT, PACKED,
                 PRECISION, NEGATIVE, SCORE_MOD, MASK_MOD, LIST_KV,
             )  # fmt: skip
+    state = unscaled(state, exponent_factor(score_with))
     if len(sink) > 0:
         state = add_sink(state, tl.where(is_tail, -float("inf"), sink[0] * LOG2E))
     acc, row_max, row_sum = normalised(state, 1.0 if seed_ptr is None else 1.0 - dropout)

@@ -21,6 +21,7 @@ from tilewise.problem import blocks
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))
+FAR_LSE = tl.constexpr(2.0**24)  # from here on, neighbours in float32 lie 1 and more apart
 MOST_POSITIONS = tl.constexpr(2**30)  # no position reaches it
 
 block_ranges = share(blocks.block_ranges)
