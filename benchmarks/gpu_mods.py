@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -429,9 +430,10 @@ class Remote:
 
     def ask(self, *asked: object) -> None:
         """Begin something."""
-        if self.here is None:
-            self.line.send(asked)
         self.asked = asked
+        if self.here is None:
+            with suppress(OSError):  # of a process that died; the answer will say so
+                self.line.send(asked)
 
     def answer(self, seconds: float = 400.0) -> object:
         """Wait for what was begun; text instead of a result says what went wrong."""
@@ -439,7 +441,7 @@ class Remote:
             return getattr(self.here, str(self.asked[0]))(*self.asked[1:])
         try:
             return self.line.recv() if self.line.poll(seconds) else f"no answer within {seconds:.0f} s"
-        except EOFError:
+        except (EOFError, OSError):
             return "the process died"
 
     def end(self) -> None:
