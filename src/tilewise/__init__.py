@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tilewise import reference
+    from tilewise import fp8, reference
     from tilewise.api import (
         attention,
         attention_varlen,
@@ -29,6 +29,7 @@ __all__ = [
     "attention_varlen",
     "attention_with_kvcache",
     "explain",
+    "fp8",
     "merge",
     "reference",
     "softmax",
@@ -43,9 +44,9 @@ if not TYPE_CHECKING:  # hidden from the type checker, which would otherwise acc
             raise AttributeError(f"module 'tilewise' has no attribute {name!r}; it has {', '.join(__all__)}")
         from importlib import import_module
 
-        homes = {"reference": "tilewise.reference", "Blocks": "tilewise.backends.block_lists"}
+        homes = {"reference": "tilewise.reference", "fp8": "tilewise.fp8", "Blocks": "tilewise.backends.block_lists"}
         module = import_module(homes.get(name, "tilewise.api"))
-        value = module if name == "reference" else getattr(module, name)
+        value = module if name in ("reference", "fp8") else getattr(module, name)
         globals()[name] = value
         return value
 

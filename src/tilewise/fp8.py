@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, Protocol, cast, overload
@@ -37,6 +36,7 @@ __all__ = ["Quantized", "attention", "quantize"]
 
 KERNEL, PARTNER = "hopper_fp8", "torch_tiled"
 DTYPES = ("float16", "bfloat16", "float32")
+SERVED = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
 
 
 class Kernel(Protocol):
@@ -90,15 +90,15 @@ class Quantized:
         if self.q8.ndim != 4 - packed or self.k8.ndim != 4 - packed:
             got = f"q8 {tuple(self.q8.shape)}, k8 {tuple(self.k8.shape)}"
             raise fail(f"q8 and k8 must have {4 - packed} axes", got, "Make them with tilewise.fp8.quantize")
-        for name, rows in (("q", self.q8), ("k", self.k8), ("v", self.k8)):
-            cu = self.cu_seqlens_q if name == "q" else self.cu_seqlens_k
+        for name, side, rows in (("q", "q", self.q8), ("k", "k", self.k8), ("v", "k", self.k8)):
+            cu = self.cu_seqlens_q if side == "q" else self.cu_seqlens_k
             lead = (rows.shape[1],) if packed else tuple(rows.shape[:2])
             count = block_count(rows.shape[0 if packed else 2], None if cu is None else len(cu) - 1)
             wide = tuple(rows.shape) if name != "v" else (*lead, rows.shape[-1], count * BLOCK)
             _check(f"{name}8", getattr(self, f"{name}8"), torch.float8_e4m3fn, wide)
             _check(f"{name}_scale", getattr(self, f"{name}_scale"), torch.float32, (*lead, count))
             if cu is not None:
-                _check(f"cu_seqlens_{name}".replace("_v", "_k"), cu, torch.int32, tuple(cu.shape))
+                _check(f"cu_seqlens_{side}", cu, torch.int32, tuple(cu.shape))
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise mismatch("out is bfloat16 or float16", self.dtype, "Pass dtype=torch.bfloat16")
 
@@ -292,11 +292,8 @@ def _problem_of_quantized(quantized: object, options: Options) -> Problem:
     if not isinstance(quantized, Quantized):
         mend = "Make it with tilewise.fp8.quantize, or pass q, k and v to tilewise.attention(..., fp8=True)"
         raise mismatch("attention in FP8 takes a Quantized", type(quantized).__name__, mend)
-    cu = quantized.cu_seqlens_q
-    key = (
-        quantized.q8.shape, quantized.k8.shape, quantized.q8.device, quantized.dtype, options,
-        None if cu is None else cu.shape,
-    )  # fmt: skip
+    shapes = [None if x is None else x.shape for x in (quantized.cu_seqlens_q, quantized.cu_seqlens_k)]
+    key = (quantized.q8.shape, quantized.k8.shape, *shapes, quantized.q8.device, quantized.dtype, options)
     problem = _problems.get(key)
     if problem is None:
         problem = describe(quantized.specs, options)
@@ -310,24 +307,24 @@ _problems: dict[object, Problem] = {}  # of calls that were met before: metadata
 _PROBLEMS_KEPT = 4096
 
 
-def attend(
-    tensors: Mapping[str, torch.Tensor | None], options: Options, unserved: Mapping[str, object]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(tensors: Tensors, options: Options, *, modified: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise and attend: what ``fp8=True`` asks of `tilewise.attention` and `tilewise.attention_varlen`.
 
     Args:
-        tensors: q, k, v and, packed, cu_seqlens_q and cu_seqlens_k.
-        options: causal, align, scale, return_lse and backend are looked at.
-        unserved: what FP8 does not have, by name; each must be None, False or 0.
+        tensors, options: as the operator takes them; what FP8 does not have is refused.
+        modified: the call has functions of the user's own, which are refused too.
     """
+    window = (options.window_left, options.window_right)
+    unserved: dict[str, object] = {"window": None if set(window) <= {None, -1} else window}
+    unserved |= {"softcap": options.softcap, "dropout": options.dropout, "score_mod or mask_mod": modified}
+    unserved |= {name: x for name, x in tensors._asdict().items() if name not in SERVED}
     for name, value in unserved.items():
         if isinstance(value, torch.Tensor) or value:
             got = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
             mend = "Leave it out, or leave fp8 False"
             raise fail(f"FP8 attention has causal, align, scale and return_lse, no {name}", got, mend)
-    q, k, v = (cast("torch.Tensor", tensors[name]) for name in ("q", "k", "v"))
-    cu_q, cu_k = tensors.get("cu_seqlens_q"), tensors.get("cu_seqlens_k")
-    problem = _problem_of(q, k, v, options._replace(backend=None), cu_q, cu_k)
+    q, k, v, cu_q, cu_k = tensors.q, tensors.k, tensors.v, tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    problem = _problem_of(q, k, v, options._replace(backend=None, layout="bhsd"), cu_q, cu_k)
     name = _serving(problem, options.backend)
     if dispatch.explaining.get():
         raise dispatch.Explained(_plan(problem, name))
@@ -364,7 +361,8 @@ def _run(quantized: Quantized, problem: Problem, options: Options, name: str) ->
         return out, cast("torch.Tensor", lse)  # None only where nobody asked for it
     cu_q, cu_k = quantized.cu_seqlens_q, quantized.cu_seqlens_k
     tensors = Tensors(*quantized.dequantize(), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-    out, lse = dispatch.forward(problem_for(tensors, options._replace(layout="bhsd")), tensors, PARTNER)
+    with torch.autocast(quantized.q8.device.type, enabled=False):  # these numbers are rounded enough
+        out, lse = dispatch.forward(problem_for(tensors, options._replace(layout="bhsd")), tensors, PARTNER)
     return out.to(quantized.dtype), lse
 
 

@@ -124,7 +124,8 @@ def _by_kernel(
 def _by_operators(
     x: torch.Tensor, cu: torch.Tensor | None, matrix: torch.Tensor | None, factor: float, *, transposed: bool
 ) -> Blocks:
-    x32 = x.float() if matrix is None else x.float() @ matrix.float()
+    with torch.autocast(x.device.type, enabled=False):  # it would round the product
+        x32 = x.float() if matrix is None else x.float() @ matrix.float()
     if cu is not None:
         x32 = x32.transpose(0, 1)
     rows, inside = rows_of_blocks(x32.shape[-2], cu, x.device)
