@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tilewise import dispatch, testing
+from tilewise.problem.problem import Options, Tensors
 from tilewise.testing import CASES, Call, check, oracle, run, yardstick
 
 BACKENDS = ("torch_sdpa", "torch_tiled", "naive", "numpy_tiled")
@@ -81,6 +83,67 @@ def test_a_fault_exceeds_the_budget(case: str, what: str, dtype: str) -> None:
     call = CASES[case].build("cpu", dtype)
     with pytest.raises(AssertionError, match="exceeds the error budget"):
         check(fault(call, what), call)
+
+
+def test_lse_may_be_off_by_an_eps_of_what_its_scores_are_sums_of_and_by_twice_that_may_not() -> None:
+    q = torch.ones(2, 3, 5, 256)
+    k = q[:, :, :1] * torch.tensor([1.0, -1.0]).repeat(128)  # 256 products of 1, which cancel
+    call = Call(Tensors(q, k, k), Options(return_lse=True), torch.zeros_like(q), torch.zeros(q.shape[:3]))
+    assert torch.equal(testing.spread(call), torch.full(q.shape[:3], 16.0))
+    right = run(call, "naive")
+    assert not right.lse.any()
+    off = 16.0 * torch.finfo(torch.float32).eps
+    check(right._replace(lse=right.lse + 0.99 * off), call)
+    with pytest.raises(AssertionError, match="lse exceeds the error budget"):
+        check(right._replace(lse=right.lse + 2 * off), call)
+
+
+def test_hidden_keys_and_all_but_products_stay_out_of_the_sums_of_products() -> None:
+    call = CASES["many at once"].build("cpu", "float32")  # ranges are 2 to 33 and 0 to 30
+    before = testing.spread(call)
+    call.tensors.k[0, :, :2], call.tensors.k[1, :, 30:] = torch.nan, 1e30
+    assert torch.equal(testing.spread(call), before)
+    largest = (call.tensors.q.abs() @ call.tensors.k.abs().repeat_interleave(2, 1).mT).nan_to_num().amax(-1) / 4
+    assert (before <= largest + math.log(37)).all()
+    packed = CASES["packed causal with a tail"].build("cpu", "float16")
+    assert torch.equal(torch.isneginf(testing.spread(packed)), torch.isneginf(oracle(packed, gradients=False).lse))
+
+
+ONE_HEAD = testing.Case("", 1, 1, 1, 1, 1, 256, 256, sink="h")
+SHORT = {  # from the random problems of benchmarks/gpu_hopper.py: few rows, few keys, few heads
+    387: replace(
+        ONE_HEAD, lengths_q=(0, 251, 1, 2, 1), dim_qk=64, dim_v=64, options=Options(window_left=190, window_right=137)
+    ),
+    399: replace(ONE_HEAD, sink=""),
+    794: replace(ONE_HEAD, options=Options(causal=True, window_left=210, softcap=7.0)),
+}
+
+
+@pytest.mark.parametrize("seed", SHORT)
+def test_rows_of_one_key_and_sinks_of_one_head_are_within_budget(seed: int) -> None:
+    case = replace(SHORT[seed], options=SHORT[seed].options._replace(return_lse=True))
+    call = case.build("cpu", "bfloat16", seed)
+    check(run(call, "torch_tiled"), call)
+
+
+def test_a_delta_from_the_rounded_out_is_within_budget_and_one_four_times_as_wrong_is_not() -> None:
+    call = SHORT[794].build("cpu", "bfloat16", 794)
+    right, low = oracle(call), yardstick(call)
+    wrong = testing.delta_error(low, right, call.d_out)
+
+    def exceeding(factor: float) -> list[str]:
+        exact = call.to(torch.float64)
+        off = run(replace(exact, d_lse=exact.d_lse + factor * wrong), "naive")
+        assert off.dq is not None
+        assert off.dk is not None
+        assert off.dsink is not None
+        spoilt = run(call, "torch_tiled")._replace(
+            dq=off.dq.bfloat16(), dk=off.dk.bfloat16(), dsink=off.dsink.bfloat16()
+        )
+        return [name for name, found in testing.measure(spoilt, call).items() if not found.within]
+
+    assert exceeding(1.0) == exceeding(-1.0) == []
+    assert exceeding(4.0) == exceeding(-4.0) == ["dq", "dk", "dsink"]
 
 
 def test_an_lse_in_base_two_exceeds_the_budget() -> None:

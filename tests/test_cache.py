@@ -10,7 +10,7 @@ import torch
 import tilewise
 from tilewise.backends.torch_cache import rotary
 from tilewise.problem.problem import Options, Tensors
-from tilewise.testing import Call, Results, errors, oracle, yardstick
+from tilewise.testing import Call, Results, errors, oracle, spread, yardstick
 
 CAPACITY, HEADS_Q, HEADS_KV, DIM = 24, 4, 2, 16
 LENGTHS = torch.tensor([5, 0, 17])
@@ -36,7 +36,8 @@ def judge(
         own = {name: x[row : row + 1] if x.ndim == 2 else x for name, x in tensors.items()}
         call = Call(Tensors(*qkv, **own), options, torch.empty(0), torch.empty(0))
         got = Results(out[row].transpose(0, 1)[None], lse[row][None])
-        for name, found in errors(got, oracle(call, gradients=False), yardstick(call, gradients=False), len(keys)):
+        right, low = oracle(call, gradients=False), yardstick(call, gradients=False)
+        for name, found in errors(got, right, low, len(keys), spread(call)):
             assert found.within, (row, name, found)
 
 

@@ -28,7 +28,7 @@ from tilewise.backends import numpy_tiled, torch_tiled
 from tilewise.machine.tiles import Tiles
 from tilewise.problem import blocks
 from tilewise.problem.problem import Options
-from tilewise.testing import CASES, Call, Case, Results, errors, oracle, yardstick
+from tilewise.testing import CASES, Call, Case, Results, errors, oracle, spread, yardstick
 
 # ---- the rule of tiles ----
 
@@ -393,8 +393,8 @@ NAMED = (
 
 
 @cache
-def judged() -> dict[str, tuple[Call, Results, Results]]:
-    """Build the calls, each with what is right and what the plain formula loses."""
+def judged() -> dict[str, tuple[Call, Results, Results, torch.Tensor]]:
+    """Build the calls, each with what is right, what the plain formula loses and what its scores are sums of."""
     calls = {
         "the largest score in the last block": with_scores(lambda key: 4.0 * (key // 16)),
         "the largest score in the first block": with_scores(lambda key: -4.0 * (key // 16)),
@@ -407,7 +407,8 @@ def judged() -> dict[str, tuple[Call, Results, Results]]:
     }
     calls |= {name: CASES[name].build("cpu", "float32") for name in NAMED}
     return {
-        name: (call, oracle(call, gradients=False), yardstick(call, gradients=False)) for name, call in calls.items()
+        name: (call, oracle(call, gradients=False), yardstick(call, gradients=False), spread(call))
+        for name, call in calls.items()
     }
 
 
@@ -422,12 +423,12 @@ def one_thread() -> Iterator[None]:
 
 def excess(engine: ModuleType) -> Iterator[tuple[str, float]]:
     """Name each call whose budget an engine exceeds, with the factor between its largest error and the bound."""
-    for name, (call, right, low) in judged().items():
+    for name, (call, right, low, sums) in judged().items():
         if engine.why_not(call.problem) is not None:
             continue
         with np.errstate(all="ignore"):  # what a fault makes of the numbers is for the budget to say
             got = Results(*engine.forward(call.problem, call.tensors))
-        measured = [error for _, error in errors(got, right, low, call.problem.len_kv)]
+        measured = [error for _, error in errors(got, right, low, call.problem.len_kv, sums)]
         if not all(error.within for error in measured):
             yield name, max(math.inf if math.isinf(error.max) else error.max / error.max_budget for error in measured)
 

@@ -412,7 +412,7 @@ def error(
     terms: float = 0.0,
     spread: torch.Tensor | None = None,
 ) -> Error:
-    """Measure a tensor against the oracle; ``terms`` widens the bounds by that many eps of ref, ``spread`` by an eps of it.
+    """Measure a tensor against the oracle; ``terms`` more eps of ref and one of ``spread`` widen the bounds.
 
     A tensor whose infinities or NaN stand elsewhere than the oracle's has an infinite error.
 

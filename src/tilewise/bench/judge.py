@@ -12,7 +12,7 @@ import torch
 from tilewise.backends.naive import Terms, naive, naive_backward
 from tilewise.bench.cases import Case, Inputs
 from tilewise.bench.implementations import Outcome
-from tilewise.testing import Error, Results, errors
+from tilewise.testing import Error, Results, delta_error, errors, worse
 
 ORACLE_BYTES = 96  # that one score costs at the peak of the oracle's backward pass, float64 temporaries and all
 
@@ -51,6 +51,10 @@ class Judge:
                 self.d_out[:, :, start:stop] = inputs.d_out[:, :, start:stop]
         self._ref = self._formula(inputs, torch.float64)
         self._low = self._formula(inputs, inputs.q.dtype)
+        if self.d_out is not None:
+            d_lse = delta_error(self._low, self._ref, self._sample(self.d_out.to(self._home)))
+            self._low = worse(self._low, self._ref, self._formula(inputs, torch.float64, d_lse))
+        self._spread = self._sums(inputs)
 
     @property
     def share(self) -> float:
@@ -66,7 +70,7 @@ class Judge:
         lse = self._ref.lse.float() if outcome.lse is None else self._sample(outcome.lse.to(self._home))
         dq, dk, dv = (None if x is None else x.to(self._home) for x in (outcome.dq, outcome.dk, outcome.dv))
         got = Results(self._sample(outcome.out.to(self._home)), lse, None if dq is None else self._sample(dq), dk, dv)
-        found = dict(errors(got, self._ref, self._low, self.case.length))
+        found = dict(errors(got, self._ref, self._low, self.case.length, self._spread))
         return found if outcome.lse is not None else {name: error for name, error in found.items() if name != "lse"}
 
     def _sample(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,8 +81,17 @@ class Judge:
         case = self.case
         return Terms(left=case.left, right=case.right, offset=start, kv_stop=case.kv_stop, alibi_slopes=slopes)
 
-    def _formula(self, inputs: Inputs, dtype: torch.dtype) -> Results:
-        """Run the untiled formula on the sampled rows; lse in float32 at least, as the budget has it."""
+    def _sums(self, inputs: Inputs) -> torch.Tensor:
+        """Do for the sampled rows what `tilewise.testing.spread` does for a call."""
+        q, k = (x.to(self._home, torch.promote_types(x.dtype, torch.float32)).abs() for x in inputs[:2])
+        parts = [naive(torch, q[:, :, start:stop], k, k, self._terms(start, None))[1] for start, stop in self.rows]
+        return torch.cat(parts, dim=2)
+
+    def _formula(self, inputs: Inputs, dtype: torch.dtype, d_lse: torch.Tensor | None = None) -> Results:
+        """Run the untiled formula on the sampled rows; lse in float32 at least, as the budget has it.
+
+        What arrives for the gradients is d_out, or d_lse of the sampled rows alone.
+        """
         q, k, v = (x.to(self._home, dtype) for x in inputs[:3])
         slopes = None if inputs.alibi_slopes is None else inputs.alibi_slopes.to(self._home, dtype)
         exact = torch.promote_types(dtype, torch.float32)
@@ -93,11 +106,15 @@ class Judge:
                 lse = naive(torch, rows.to(exact), k.to(exact), v.to(exact), wide)[1]
             parts.append([out, lse])
             if self.d_out is not None:
-                grads = naive_backward(
-                    torch, rows, k, v, self.d_out[:, :, start:stop].to(self._home, dtype), terms=terms
-                )
+                d_out = self.d_out[:, :, start:stop].to(self._home, dtype)
+                if d_lse is None:
+                    grads = naive_backward(torch, rows, k, v, d_out, terms=terms)
+                else:
+                    at = sum(part[0].shape[2] for part in parts[:-1])
+                    own = d_lse[:, :, at : at + stop - start]
+                    grads = naive_backward(torch, rows, k, v, torch.zeros_like(d_out), own, terms)
                 parts[-1].append(grads.dq)
                 dk += grads.dk
                 dv += grads.dv
         out, lse, *dq = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
-        return Results(out, lse, *dq, *((dk, dv) if dq else ()))
+        return Results(out, lse, dq[0], dk, dv) if dq else Results(out, lse)
