@@ -345,6 +345,7 @@ def noting(served: list[str], function: Callable[..., object]) -> Callable[..., 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
 @needs_place
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice on float32
 @pytest.mark.parametrize("compiled", [False, True])
 def test_on_a_gpu_pytorchs_own_function_runs_on_tilewise(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()

@@ -168,9 +168,9 @@ def metric_names(text: str) -> list[str]:
 
 
 def parse_csv(text: str) -> list[tuple[str, dict[str, float]]]:
-    """Read kernels' names and values, in bytes, seconds or counts, from what ``ncu --csv --page raw`` printed.
+    """Read kernels' names and sums, in bytes, seconds or counts, from what ``ncu --csv --page raw`` printed.
 
-    Lines that are no table (the tool's own messages, a program's output) are passed over. Values that are no number
+    Columns of other kinds, such as a launch's sizes, stand among them in units of their own. Lines that are no table (the tool's own messages, a program's output) are passed over. Values that are no number
     ("n/a") are left out.
 
     Raises:
@@ -188,7 +188,7 @@ def parse_csv(text: str) -> list[tuple[str, dict[str, float]]]:
                 units = row  # the line below the header
                 continue
             cells = dict(zip(header, zip(row, units, strict=True), strict=True))
-            values = {name: _value(*cell) for name, cell in cells.items() if "__" in name}
+            values = {name: _value(*cell) for name, cell in cells.items() if name.endswith(".sum")}
             numbers = {name: value for name, value in values.items() if value is not None}
             found.append((cells["Kernel Name"][0], numbers))
     return found
