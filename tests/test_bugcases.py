@@ -450,6 +450,24 @@ def test_large_scores_overflow_nowhere() -> None:
     hold(call_of(q, k, normal(1, 2, 50, 16)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_beyond_any_exponent_choose_their_largest(dtype: torch.dtype) -> None:
+    # One query and key of 133120 gave NaN: what rounding left of a score of 1e11 went through exp2.
+    q = torch.full((1, 1, 3, 64), 133120.0, dtype=dtype)
+    q[:, :, 1] *= -1
+    k = q[:, :, :1].repeat(1, 1, 40, 1)
+    k[:, :, 7] *= 2
+    k[:, :, 8:12] = 0
+    v = normal(1, 1, 40, 64, dtype=dtype)
+    choice = torch.stack([v[0, 0, 7], v[0, 0, 8:12].double().mean(0).to(dtype), v[0, 0, 7]])
+    for scale in (0.125, 0.11):
+        call = call_of(q, k, v, scale=scale)
+        for backend in ("torch_tiled", "naive"):
+            got = run(call, backend)
+            assert (got.out[0, 0] - choice).abs().max() <= torch.finfo(dtype).eps * v.abs().max(), backend
+            assert all(torch.isfinite(x).all() for x in (got.out, got.lse, got.dq, got.dk, got.dv)), backend  # type: ignore[arg-type]
+
+
 # ---- inputs that need no gradient -----------------------------------------------------------------------------------
 
 

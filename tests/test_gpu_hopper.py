@@ -127,6 +127,21 @@ def test_torch_compile_takes_the_whole_graph(options: dict[str, Any]) -> None:
     assert close(torch.autograd.grad(compiled(q), q)[0], torch.autograd.grad(loss(q), q)[0])
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_beyond_any_exponent_choose_their_largest(causal: bool, dim: int) -> None:
+    q = torch.full((1, 2, 300, dim), 133120.0, device="cuda", dtype=torch.bfloat16)
+    k, v = q.clone(), torch.randn_like(q)
+    k[:, :, 5] *= 2
+    k[:, :, 200] *= 4
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for scale in (None, 0.11):
+        out = tilewise.attention(*leaves, causal=causal, scale=scale, backend=BACKEND)
+        assert torch.equal(out[:, :, 200:], v[:, :, 200:201].expand(-1, -1, 100, -1))
+        assert torch.equal(out[:, :, 5:199], v[:, :, 5 if causal else 200][:, :, None].expand(-1, -1, 194, -1))
+        assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
+
+
 def test_memory_is_out_and_lse_alone() -> None:
     q = bfloat(1, 32, 32768, 128)
     torch.cuda.synchronize()

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.share import kernel
-from tilewise.kernels.triton.steps import base_of, clamped, load_rows, packed_tile, store_rows
+from tilewise.kernels.triton.steps import FAR_LSE, base_of, clamped, load_rows, packed_tile, store_rows
 
 SAVED_BLOCK = tl.constexpr(128)
 
@@ -69,7 +69,7 @@ def prepare_rows(
         d_lse = base_of(d_lse_ptr, sequence, head, base, d_lse_batch_stride, d_lse_head_stride, d_lse_row_stride, 1)
         delta -= tl.load(d_lse + rows * d_lse_row_stride, mask=inside, other=0.0)
     lse = tl.load(lse + rows * lse_row_stride, mask=inside, other=-float("inf"))
-    seen = lse != -float("inf")
+    seen = tl.abs(lse) < FAR_LSE  # beyond, exp2 of what rounding leaves would overflow
     tl.store(saved_ptr + saved + tl.arange(0, ROWS), tl.where(seen, lse, float("inf")) * lse_factor)
     tl.store(saved_ptr + saved_rows + saved + tl.arange(0, ROWS), tl.where(seen, -delta, 0.0))
     if dq_acc_ptr is not None:
