@@ -189,22 +189,20 @@ def check(got: Results, call: Call, given: Quantized | None = None) -> None:
 
 
 CALLS = {
-    "d=64": Call(1, 2, 1, 300, 450, 64),
-    "d=64 causal": Call(2, 1, 1, 300, 300, 64, causal=True),
-    "d=128": Call(1, 2, 1, 200, 300, 128),
-    "d=128 causal, grouped heads": Call(1, 4, 2, 270, 400, 128, causal=True),
-    "d=256": Call(1, 1, 1, 150, 300, 256),
-    "d=256 causal, float16": Call(1, 2, 1, 200, 200, 256, causal=True, dtype=torch.float16),
+    "d=64": Call(1, 2, 1, 200, 300, 64),
+    "d=64 causal": Call(2, 1, 1, 200, 200, 64, causal=True),
+    "d=128": Call(1, 2, 2, 130, 260, 128),
+    "d=128 causal, grouped heads": Call(1, 2, 1, 150, 280, 128, causal=True),
+    "d=256": Call(1, 1, 1, 130, 260, 256),
+    "d=256 causal, float16": Call(1, 1, 1, 140, 140, 256, causal=True, dtype=torch.float16),
     "one row, one key": Call(1, 1, 1, 1, 1, 64),
     "more queries than keys": Call(1, 1, 1, 300, 130, 64, causal=True),
     "top left": Call(1, 1, 1, 140, 300, 64, causal=True, align="top_left"),
     "negative scale": Call(1, 1, 1, 100, 200, 64, scale=-0.3),
-    "steep": Call(1, 1, 1, 130, 700, 64, steep=6.0),
-    "blocks of v of all sizes": Call(1, 1, 1, 200, 900, 64, sizes_of_v=(1.0, 100.0, 1e-3, 0.0, 3.0)),
-    "packed": Call(
-        3, 2, 1, 0, 0, 64, causal=True, lengths_q=(140, 0, 200, 1), lengths_kv=(140, 9, 157, 130), tail=70
-    ),
-    "packed, d=128": Call(2, 2, 2, 0, 0, 128, lengths_q=(100, 30, 60), lengths_kv=(300, 0, 129)),
+    "steep": Call(1, 1, 1, 70, 500, 64, steep=6.0),
+    "blocks of v of all sizes": Call(1, 1, 1, 70, 700, 64, sizes_of_v=(1.0, 100.0, 1e-3, 0.0, 3.0)),
+    "packed": Call(3, 1, 1, 0, 0, 64, causal=True, lengths_q=(140, 0, 70, 1), lengths_kv=(140, 9, 57, 130), tail=70),
+    "packed, d=128": Call(2, 2, 1, 0, 0, 128, lengths_q=(70, 30, 60), lengths_kv=(200, 0, 129)),
 }  # fmt: skip
 
 
@@ -220,6 +218,7 @@ def test_out_is_off_by_the_rounding_of_p_alone(name: str, late: bool) -> None:
 PLAIN = hopper_fp8.settings(64, causal=False, varlen=False)
 OTHERS = {
     "a maximum that is never lazy": PLAIN._replace(lazy=False),
+    "q in registers": PLAIN._replace(q_registers=True),
     "exponentials all by their unit": PLAIN._replace(soft_exp=0),
     "two consumers, three stages": PLAIN._replace(groups=2, stages=3, consumer_registers=240, producer_registers=24),
     "one tile of q, no turns": PLAIN._replace(q_buffers=1, ping_pong=False),
@@ -230,13 +229,13 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_settings_are_right_too(name: str) -> None:
-    for call in (Call(1, 2, 1, 250, 300, 64, causal=True), Call(1, 1, 1, 130, 500, 64, steep=6.0)):
+    for call in (Call(1, 1, 1, 200, 260, 64, causal=True), Call(1, 1, 1, 64, 400, 64, steep=6.0)):
         check(run(call, OTHERS[name], late=True, seed=len(name)), call)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_events_gives_the_same_bits(seed: int) -> None:
-    call = Call(1, 3, 1, 300, 300, 64, causal=True)
+    call = Call(1, 2, 1, 200, 260, 64, causal=True)
     given = call.quantized()
     first, other = (run(call, given=given, seed=s, late=s % 2 == 1, processors=1 + s % 4) for s in (9, seed))
     assert torch.equal(first.out, other.out)

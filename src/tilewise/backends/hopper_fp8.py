@@ -83,6 +83,7 @@ class Settings(NamedTuple):
         consumer_registers, producer_registers: registers of a thread in the partitions after the first.
         ping_pong: consumers take turns at starting products.
         lazy: row_max moves only when p would exceed e4m3, and then alone acc is rescaled.
+        q_registers: q is read from registers instead of shared memory, whose rate full products come close to.
         soft_exp: of so many exponentials of a thread (2, 4, 8, 16, 32) one is computed by multiplications; 0 = none.
         schedule: programs take tiles in a fixed order ("static"), from a counter ("dynamic"), or are one for each tile.
         section_bytes: keys and values of the heads that are worked on together; the L2 cache holds 50 MB.
@@ -95,15 +96,16 @@ class Settings(NamedTuple):
     producer_registers: int
     ping_pong: bool
     lazy: bool
+    q_registers: bool
     soft_exp: int
     schedule: Literal["static", "dynamic", "each"]
     section_bytes: int = 32 << 20
 
 
 _TABLE = {
-    64: Settings(3, 4, 2, 160, 32, ping_pong=True, lazy=True, soft_exp=8, schedule="static"),
-    128: Settings(2, 4, 2, 240, 24, ping_pong=True, lazy=True, soft_exp=8, schedule="static"),
-    256: Settings(2, 2, 1, 240, 24, ping_pong=False, lazy=True, soft_exp=0, schedule="static"),
+    64: Settings(3, 4, 2, 160, 32, ping_pong=True, lazy=True, q_registers=False, soft_exp=8, schedule="static"),
+    128: Settings(2, 4, 2, 240, 24, ping_pong=True, lazy=True, q_registers=False, soft_exp=8, schedule="static"),
+    256: Settings(2, 2, 1, 240, 24, ping_pong=False, lazy=True, q_registers=False, soft_exp=0, schedule="static"),
 }
 
 
@@ -298,6 +300,7 @@ def arguments(asked: Asked, tensors: Mapping[str, torch.Tensor], processors: int
         "DYNAMIC": chosen.schedule == "dynamic",
         "PING_PONG": chosen.ping_pong,
         "LAZY": chosen.lazy,
+        "Q_REGISTERS": chosen.q_registers,
         "SOFT_EXP": chosen.soft_exp,
         "TOP_LEFT": band.align == "top_left",
         "NEGATIVE": asked.scale < 0,

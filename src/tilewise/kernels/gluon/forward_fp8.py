@@ -61,7 +61,7 @@ NOWHERE = gl.constexpr(2**30)  # a column behind every end of v: the copy engine
 
 
 class Plan(NamedTuple):
-    """What the kernel is compiled for: the names of `schedule.Plan` that its functions ask for, and ``soft_exp``."""
+    """What the kernel is compiled for: the names of `schedule.Plan` that its functions ask for, and two more."""
 
     groups: int
     block_kv: int
@@ -73,6 +73,7 @@ class Plan(NamedTuple):
     longest_first: bool
     ping_pong: bool
     lazy: bool
+    q_registers: bool
     soft_exp: int  # of so many exponentials of a thread one is computed by multiplications; 0 = none
     top_left: bool
     negative: bool
@@ -347,8 +348,12 @@ def consume(out_map, lse_ptr, pointers, buffers, bars, work, band, scale, G: gl.
         buffer = G * PLAN.q_buffers + taken % PLAN.q_buffers
         q = q_buffers.index(buffer).reshape([GROUP_ROWS, PLAN.dim_qk])
         wait(B.q_full + buffer, (taken // PLAN.q_buffers) & 1, PLAN.bar_off)
+        if PLAN.q_registers:
+            q = q.load(gl.DotOperandLayout(operand_index=0, parent=accumulator(PLAN.block_kv), k_width=4))
         state = first_step(used, q, ring, lane, tile, scales, G, PLAN)
         used += 1
+        if PLAN.q_registers:  # the first product had it all
+            arrive(B.q_empty + buffer, lane, PLAN.bar_off)
         if PLAN.right_masked:
             for i in range(1, bare):
                 state = step(i, used, q, ring, lane, state, tile, scales, True, G, PLAN)
@@ -356,7 +361,8 @@ def consume(out_map, lse_ptr, pointers, buffers, bars, work, band, scale, G: gl.
         for i in range(bare, steps):
             state = step(i, used, q, ring, lane, state, tile, scales, False, G, PLAN)
             used += 1
-        arrive(B.q_empty + buffer, lane, PLAN.bar_off)
+        if not PLAN.q_registers:
+            arrive(B.q_empty + buffer, lane, PLAN.bar_off)
         out = last_values(used, ring, lane, state, place, q_pos, lse_ptr, heads, len_q, PLAN)
         tma_store_wait(0)  # the last tile's output has left by now
         thread_barrier()
@@ -400,16 +406,16 @@ def attention_forward_fp8(
     q_blocks: gl.int32, kv_blocks: gl.int32, tiles: gl.int32, batch: gl.int32, heads: gl.int32, group: gl.int32,
     section: gl.int32, len_q: gl.int32, len_kv: gl.int32, offset: gl.int32, right, scale: gl.float32,
     GROUPS: gl.constexpr, BLOCK_DIM: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,
-    DYNAMIC: gl.constexpr, PING_PONG: gl.constexpr, LAZY: gl.constexpr, SOFT_EXP: gl.constexpr,
-    TOP_LEFT: gl.constexpr, NEGATIVE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    DYNAMIC: gl.constexpr, PING_PONG: gl.constexpr, LAZY: gl.constexpr, Q_REGISTERS: gl.constexpr,
+    SOFT_EXP: gl.constexpr, TOP_LEFT: gl.constexpr, NEGATIVE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, BAR_OFF: gl.constexpr,
 ):  # fmt: skip
     """Compute out and lse of all tiles; ``backends/hopper_fp8.py`` says what each argument is."""
     PACKED: gl.constexpr = cu_q_ptr is not None
     CAUSAL: gl.constexpr = right is not None
     PLAN: gl.constexpr = plan_of(
-        GROUPS, BLOCK, BLOCK_DIM, BLOCK_DIM, STAGES, Q_BUFFERS, DYNAMIC, CAUSAL, PING_PONG, LAZY, SOFT_EXP, TOP_LEFT,
-        NEGATIVE, PACKED, PACKED, CAUSAL, False, BAR_OFF,
+        GROUPS, BLOCK, BLOCK_DIM, BLOCK_DIM, STAGES, Q_BUFFERS, DYNAMIC, CAUSAL, PING_PONG, LAZY, Q_REGISTERS, SOFT_EXP,
+        TOP_LEFT, NEGATIVE, PACKED, PACKED, CAUSAL, False, BAR_OFF,
     )  # fmt: skip
     q_s = gl.allocate_shared_memory(q_map.dtype, [GROUPS * Q_BUFFERS, 1, 1, GROUP_ROWS, BLOCK_DIM], q_map.layout)
     k_s = gl.allocate_shared_memory(k_map.dtype, [STAGES, 1, 1, BLOCK, BLOCK_DIM], k_map.layout)
