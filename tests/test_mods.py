@@ -148,12 +148,24 @@ def from_torch(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-de
         + torch.rsqrt(abs(score) + 1)
     )
     chosen = score.masked_fill(q_pos == kv_pos, 2.0) + torch.where(torch.logical_not(q_pos > kv_pos), score, 0.5)
-    return clipped + smooth + chosen + torch.sign(score) * score + torch.reciprocal(score.square() + 1)
+    rounded = torch.ceil(score * 2) + torch.trunc(score * 3) + torch.floor(q_pos) + torch.expm1(score) + q_pos**0
+    return (
+        clipped
+        + smooth
+        + chosen
+        + rounded
+        + torch.sign(score) * 3
+        + torch.sgn(q_pos - kv_pos)
+        + torch.reciprocal(score.square() + 1)
+    )
 
 
 def choices(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
     early = (q_pos < 5) & (kv_pos <= 9) | ~(q_pos != kv_pos) ^ (batch == head)
     raised = mods.maximum(mods.minimum(score, 1.0), q_pos - kv_pos)
+    counted = (q_pos > kv_pos) * 2.0 + (q_pos == kv_pos) + (q_pos > 3) * 2
+    always = torch.ones_like(q_pos, dtype=torch.bool)
+    raised = raised + counted + mods.where(always & ~(~always | (q_pos > kv_pos)), 1.0, 0.0)
     return mods.where(early, raised, mods.where(score > 0, -score, mods.floor(score)))
 
 
@@ -466,6 +478,16 @@ def test_methods_bring_their_objects_parameters_and_numbers(translations: Counte
     assert translations.count == 2
 
 
+def test_a_bound_may_be_captured_beside_one_that_stands_in_the_code() -> None:
+    def of(most: int) -> Function:
+        return lambda batch, head, q_pos, kv_pos: q_pos.clamp(min=1, max=most) >= torch.clip(kv_pos, 0, most + 1)
+
+    assert [trace_mask(of(most))[0].constants for most in (5, 9)] == [(5,), (9,)]
+    q_pos = torch.arange(12)[:, None]
+    found = trace_mask(of(9))[0].run(0, 0, q_pos, q_pos.T, ())
+    assert torch.equal(found, q_pos.clamp(1, 9) >= q_pos.T.clamp(0, 10))
+
+
 def test_partial_functions_and_functions_in_tuples_bring_their_numbers() -> None:
     def shifted(score, batch, head, q_pos, kv_pos, shift, *, factor):  # type: ignore[no-untyped-def]
         return score * factor + shift
@@ -535,7 +557,16 @@ class Cut(torch.autograd.Function):
         raise NotImplementedError("no derivative, says its author")
 
 
-def cut(score):  # type: ignore[no-untyped-def]
+def own_operator(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
+    return torch.ops.mods_test.tanh(score)
+
+
+LIBRARY = torch.library.Library("mods_test", "DEF")
+LIBRARY.define("tanh(Tensor x) -> Tensor")
+LIBRARY.impl("tanh", torch.neg, "CompositeExplicitAutograd")
+
+
+def cut(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
     return Cut.apply(score)  # type: ignore[no-untyped-call]
 
 
@@ -553,6 +584,7 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "a value of the host": (lambda s, b, h, q, kv: s + SLOPES.tolist()[0], "reads the values of a tensor on the host"),
     "an unknown operation": (lambda s, b, h, q, kv: torch.special.bessel_j0(s), "uses special_bessel_j0, which has no"),
     "axes of its own": (lambda s, b, h, q, kv: s + torch.arange(3), r"makes a tensor of shape \(3,\) with"),
+    "an operator of their own": (own_operator, "uses mods_test::tanh, which has no translation"),
     "no value": (lambda s, b, h, q, kv: None, "uses None as a value"),
     "wrong arguments": (lambda s: s, "torch met TypeError: .*takes 1 positional argument but 5 were given"),
     "complex numbers": (lambda s, b, h, q, kv: (s * 1j).real, "cannot be translated"),
@@ -574,7 +606,7 @@ def test_what_cannot_be_translated_is_refused_with_the_reason(name: str) -> None
             lambda s, b, h, q, kv: s + s // 2,
             r"has no gradient: torch does not differentiate aten::floor_divide. Detach",
         ),
-        (lambda s, b, h, q, kv: cut(s), "NotImplementedError: no derivative, says its author"),
+        (cut, "NotImplementedError: no derivative, says its author"),
     ],
     ids=["floor", "own function"],
 )

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tilewise.mods.capture import Function, Number, fits_int32, rebuild
+from tilewise.mods.capture import Function, Number, fits_int32, is_number, rebuild
 from tilewise.mods.operations import Refusal, operation_name
 
 Index: TypeAlias = "torch.Tensor | int"
@@ -113,7 +113,14 @@ class Loads(TorchFunctionMode):
         if name in VALUES and is_captured(args[0]):
             raise Refusal(f"reads the values of a tensor on the host, with {name}; index the tensor instead")
         args = tuple(self.single(value) for value in args)
-        return function(*args, **{key: self.single(value) for key, value in kwargs.items()})
+        kwargs = {key: self.single(value) for key, value in kwargs.items()}
+        if name in {"clamp", "clip"} and any(
+            isinstance(bound, torch.Tensor) for bound in (*args[1:], *kwargs.values())
+        ):
+            # Torch takes two numbers or two tensors; a captured number is a tensor here, and one in the code is none.
+            args = tuple(torch.as_tensor(bound) if is_number(bound) else bound for bound in args)
+            kwargs = {key: torch.as_tensor(bound) if is_number(bound) else bound for key, bound in kwargs.items()}
+        return function(*args, **kwargs)
 
     def single(self, value: object) -> object:
         """Load a tensor without axes; other values stay as they are."""

@@ -1,7 +1,10 @@
 """How each operation that torch traced is written for Triton.
 
-Scores are float32, whatever float type the user's own conversions name; positions and integers loaded from tensors are
-int32 or int64. Integer division floors, as Python's does: where a sign is not known, lines are spent on it.
+Scores are float32, whatever float type the user's own conversions name; positions and integers loaded from tensors
+are int32 or int64. Integer division floors, as Python's does: where a sign is not known, instructions are spent on it.
+
+A rule gets its inputs as atoms (a name, a number, a conversion) and gives the right-hand side of one line. What it
+writes twice costs nothing: the compiler finds equal expressions.
 """
 
 from __future__ import annotations
@@ -52,6 +55,8 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
             return literal(float(value.number))
         return value._replace(text=f"tl.cast({value.text}, tl.float32)", dtype=torch.float32, natural=False)
     if dtype is torch.bool:
+        if value.number is not None:
+            return literal(bool(value.number))
         return value if value.dtype is torch.bool else value._replace(text=f"({value.text} != 0)", dtype=torch.bool)
     dtype = torch.int64 if dtype is torch.int64 else torch.int32
     if value.dtype is dtype:
@@ -66,7 +71,9 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
 def operation_name(node: fx.Node) -> str:
     """Give the name of the operation that a node calls, whatever its overload."""
     packet = getattr(node.target, "overloadpacket", node.target)
-    return str(getattr(packet, "__name__", packet))
+    name = str(getattr(packet, "__name__", packet))
+    namespace = getattr(node.target, "namespace", "aten")
+    return name if namespace in ("aten", "prims") else f"{namespace}::{name}"
 
 
 def result_type(node: fx.Node) -> torch.dtype:
@@ -135,7 +142,7 @@ def comparison(sign: str) -> Write:
         pair = (of(node.args[0]), of(node.args[1]))
         dtype = common_type(pair)
         left, right = (cast(value, dtype) for value in pair)
-        return made(f"({left.text} {sign} {right.text})", node, left, right)
+        return made(f"{left.text} {sign} {right.text}", node, left, right)
 
     return write
 
@@ -165,7 +172,7 @@ def scaled_sum(sign: str, swap: bool = False) -> Write:
         if swap:
             left, right = right, left
         natural = sign == "+" and left.natural and right.natural
-        return made(f"({left.text} {sign} {right.text})", node, left, right, natural=natural)
+        return made(f"{left.text} {sign} {right.text}", node, left, right, natural=natural)
 
     return write
 
@@ -181,29 +188,29 @@ def divide(of: Of, node: fx.Node) -> Value:
         if right.number:
             right = literal(1.0 / right.number)
         elif right.depends:
-            return made(f"({left.text} / {right.text})", node, left, right)
+            return made(f"{left.text} / {right.text}", node, left, right)
         else:  # one division for all pairs
             right = right._replace(text=f"(1.0 / {right.text})")
-        return made(f"({left.text} * {right.text})", node, left, right)
+        return made(f"{left.text} * {right.text}", node, left, right)
     if rounding == "floor":
         return floor_divide(of, node)
     if result_type(node).is_floating_point:
         left, right = inputs(of, node, 2)
-        quotient = f"({left.text} / {right.text})"
+        quotient = f"{left.text} / {right.text}"
         return made(f"tl.where({quotient} < 0, tl.ceil({quotient}), tl.floor({quotient}))", node, left, right)
-    return in_result_type("({0} // {1})")(of, node)  # Triton truncates
+    return in_result_type("{0} // {1}")(of, node)  # Triton truncates
 
 
 def floor_divide(of: Of, node: fx.Node) -> Value:
     """Division rounded down, where Triton rounds towards zero."""
     left, right = inputs(of, node, 2)
-    quotient = f"({left.text} // {right.text})"
+    quotient = f"{left.text} // {right.text}"
     if result_type(node).is_floating_point:
         return made(f"tl.floor({left.text} / {right.text})", node, left, right)
     if left.natural and right.natural:
         return made(quotient, node, left, right, natural=True)
-    apart = f"(({left.text} % {right.text} != 0) & (({left.text} < 0) != ({right.text} < 0)))"
-    return made(f"({quotient} - tl.cast({apart}, tl.int32))", node, left, right)
+    apart = f"({left.text} % {right.text} != 0) & (({left.text} < 0) != ({right.text} < 0))"
+    return made(f"{quotient} - tl.cast({apart}, tl.int32)", node, left, right)
 
 
 def remainder(of: Of, node: fx.Node) -> Value:
@@ -211,9 +218,9 @@ def remainder(of: Of, node: fx.Node) -> Value:
     left, right = inputs(of, node, 2)
     a, b = left.text, right.text
     if result_type(node).is_floating_point:
-        return made(f"({a} - tl.floor({a} / {b}) * {b})", node, left, right)
+        return made(f"{a} - tl.floor({a} / {b}) * {b}", node, left, right)
     if left.natural and right.natural:
-        return made(f"({a} % {b})", node, left, right, natural=True)
+        return made(f"{a} % {b}", node, left, right, natural=True)
     if right.natural:
         return made(f"tl.where({a} % {b} < 0, {a} % {b} + {b}, {a} % {b})", node, left, right, natural=True)
     return made(f"tl.where(({a} % {b} != 0) & (({a} < 0) != ({b} < 0)), {a} % {b} + {b}, {a} % {b})", node, left, right)
@@ -224,11 +231,13 @@ def power(of: Of, node: fx.Node) -> Value:
     number = node.args[1]
     base = cast(of(node.args[0]), result_type(node))
     if isinstance(number, (int, float)) and number == int(number) and abs(number) <= 16:
-        product = f"({' * '.join([base.text] * abs(int(number)))})" if number else "1"
-        if number >= 0:
+        product = " * ".join([base.text] * abs(int(number)))
+        if number == 0:
+            return cast(literal(1), result_type(node))
+        if number > 0:
             return made(product, node, base, natural=base.natural)
         if result_type(node).is_floating_point:
-            return made(f"(1.0 / {product})", node, base)
+            return made(f"1.0 / ({product})", node, base)
     if not result_type(node).is_floating_point:
         raise Refusal("raises integers to a power that is no small positive number; convert them to float first")
     if number == 0.5:
@@ -292,13 +301,38 @@ def absolute(of: Of, node: fx.Node) -> Value:
     return made(f"tl.abs({value.text})", node, value, natural=not result_type(node).is_floating_point)
 
 
+def sign(of: Of, node: fx.Node) -> Value:
+    """1, 0 or -1, of the value's own type."""
+    (value,) = inputs(of, node, 1)
+    one, zero, other = (cast(literal(number), result_type(node)).text for number in (1, 0, -1))
+    return made(f"tl.where({value.text} > 0, {one}, tl.where({value.text} < 0, {other}, {zero}))", node, value)
+
+
+def invert(of: Of, node: fx.Node) -> Value:
+    """Negation of a truth value, or of an integer's bits."""
+    (value,) = inputs(of, node, 1)
+    if value.number is not None:  # a literal True, inverted as it stands, would be an integer
+        return literal(not value.number if isinstance(value.number, bool) else ~int(value.number))
+    return made(f"~{value.text}", node, value)
+
+
+def to_whole(template: str) -> Write:
+    """A rounding, which leaves integers alone."""
+
+    def write(of: Of, node: fx.Node) -> Value:
+        (value,) = inputs(of, node, 1)
+        return made(template.format(value.text), node, value) if result_type(node).is_floating_point else value
+
+    return write
+
+
 def bitwise(sign: str) -> Write:
     """An operation on bits, or on truth values."""
 
     def write(of: Of, node: fx.Node) -> Value:
         left, right = inputs(of, node, 2)
         natural = (left.natural and right.natural) or (sign == "&" and (left.natural or right.natural))
-        return made(f"({left.text} {sign} {right.text})", node, left, right, natural=natural)
+        return made(f"{left.text} {sign} {right.text}", node, left, right, natural=natural)
 
     return write
 
@@ -306,15 +340,10 @@ def bitwise(sign: str) -> Write:
 def same(of: Of, node: fx.Node) -> Value:
     """An operation that changes nothing, or only the type."""
     value = of(node.args[0])
-    if (
-        value.dtype.is_floating_point
-        and not result_type(node).is_floating_point
-        and result_type(node) is not torch.bool
-    ):
-        return made(
-            f"tl.cast({value.text}, tl.{'int64' if result_type(node) is torch.int64 else 'int32'})", node, value
-        )
-    return cast(value, result_type(node))
+    dtype = result_type(node)
+    if dtype is torch.int64 and value.dtype is not torch.int64 and value.number is None:  # asked for by name
+        return value._replace(text=f"tl.cast({value.text}, tl.int64)", dtype=dtype)
+    return cast(value, dtype)
 
 
 def copied(of: Of, node: fx.Node) -> Value:
@@ -342,10 +371,11 @@ def either_natural(left: Value, right: Value) -> bool:
     return left.natural or right.natural
 
 
-SIGN = "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))"
 SERIES = "{0} * {0} * (-1.0 / 3 + {0} * {0} * (2.0 / 15 + {0} * {0} * (-17.0 / 315 + {0} * {0} * (62.0 / 2835))))"
 # The series keeps what the difference loses near zero; beside the exponential it costs little.
 TANH = "tl.where({0} * {0} < 0.0625, {0} + {0} * (" + SERIES + "), 1.0 - 2.0 / (1.0 + tl.exp(2.0 * {0})))"
+# exp(x) - 1 = tanh(x / 2) * (exp(x) + 1), which loses nothing near zero either.
+EXPM1 = TANH.format("({0} * 0.5)") + " * (tl.exp({0}) + 1.0)"
 # With u = 1 + x rounded, log(u) / (u - 1) has the error that log(1 + x) / x is short of: they cancel.
 LOG1P = "tl.where(1.0 + {0} == 1.0, {0}, tl.log(1.0 + {0}) * ({0} / ((1.0 + {0}) - 1.0)))"
 
@@ -353,36 +383,37 @@ OPERATIONS: dict[str, Write] = {
     "add": scaled_sum("+"),
     "sub": scaled_sum("-"),
     "rsub": scaled_sum("-", swap=True),
-    "mul": in_result_type("({0} * {1})", both_natural),
+    "mul": in_result_type("{0} * {1}", both_natural),
     "div": divide,
     "true_divide": divide,
     "floor_divide": floor_divide,
     "remainder": remainder,
-    "neg": in_result_type("(-{0})"),
+    "neg": in_result_type("-{0}"),
     "abs": absolute,
-    "sign": in_result_type(SIGN),
-    "sgn": in_result_type(SIGN),
+    "sign": sign,
+    "sgn": sign,
     "pow": power,
-    "square": in_result_type("({0} * {0})"),
-    "reciprocal": in_float("(1.0 / {0})"),
+    "square": in_result_type("{0} * {0}"),
+    "reciprocal": in_float("1.0 / {0}"),
     "exp": in_float("tl.exp({0})"),
+    "expm1": in_float(EXPM1),
     "exp2": in_float("tl.exp2({0})"),
     "log": in_float("tl.log({0})"),
     "log2": in_float("tl.log2({0})"),
-    "log10": in_float(f"(tl.log2({{0}}) * {math.log10(2.0)!r})"),
+    "log10": in_float(f"tl.log2({{0}}) * {math.log10(2.0)!r}"),
     "log1p": in_float(LOG1P),
     "sqrt": in_float("tl.sqrt({0})"),
     "rsqrt": in_float("tl.rsqrt({0})"),
     "sin": in_float("tl.sin({0})"),
     "cos": in_float("tl.cos({0})"),
-    "tan": in_float("(tl.sin({0}) / tl.cos({0}))"),
+    "tan": in_float("tl.sin({0}) / tl.cos({0})"),
     "erf": in_float("tl.erf({0})"),
     "tanh": in_float(TANH),
-    "sigmoid": in_float("(1.0 / (1.0 + tl.exp(-{0})))"),
+    "sigmoid": in_float("1.0 / (1.0 + tl.exp(-{0}))"),
     "relu": in_result_type("tl.maximum({0}, 0)"),
-    "floor": in_float("tl.floor({0})"),
-    "ceil": in_float("tl.ceil({0})"),
-    "trunc": in_float("tl.where({0} < 0, tl.ceil({0}), tl.floor({0}))"),
+    "floor": to_whole("tl.floor({0})"),
+    "ceil": to_whole("tl.ceil({0})"),
+    "trunc": to_whole("tl.where({0} < 0, tl.ceil({0}), tl.floor({0}))"),
     "minimum": in_result_type("tl.minimum({0}, {1})", both_natural),
     "maximum": in_result_type("tl.maximum({0}, {1})", either_natural),
     "clamp": clamp,
@@ -396,20 +427,20 @@ OPERATIONS: dict[str, Write] = {
     "le": comparison("<="),
     "gt": comparison(">"),
     "ge": comparison(">="),
-    "logical_and": logical("({0} & {1})"),
-    "logical_or": logical("({0} | {1})"),
-    "logical_xor": logical("({0} ^ {1})"),
-    "logical_not": logical("(~{0})"),
+    "logical_and": logical("{0} & {1}"),
+    "logical_or": logical("{0} | {1}"),
+    "logical_xor": logical("{0} ^ {1}"),
+    "logical_not": invert,
     "bitwise_and": bitwise("&"),
     "bitwise_or": bitwise("|"),
     "bitwise_xor": bitwise("^"),
-    "bitwise_not": in_result_type("(~{0})"),
-    "bitwise_left_shift": in_result_type("({0} << {1})"),
-    "bitwise_right_shift": in_result_type("({0} >> {1})", lambda left, _: left.natural),
-    "__lshift__": in_result_type("({0} << {1})"),
-    "__rshift__": in_result_type("({0} >> {1})", lambda left, _: left.natural),
-    "isnan": lambda of, node: made(f"({of(node.args[0]).text} != {of(node.args[0]).text})", node, of(node.args[0])),
-    "isinf": lambda of, node: made(f'(tl.abs({of(node.args[0]).text}) == float("inf"))', node, of(node.args[0])),
+    "bitwise_not": invert,
+    "bitwise_left_shift": in_result_type("{0} << {1}"),
+    "bitwise_right_shift": in_result_type("{0} >> {1}", lambda left, _: left.natural),
+    "__lshift__": in_result_type("{0} << {1}"),
+    "__rshift__": in_result_type("{0} >> {1}", lambda left, _: left.natural),
+    "isnan": in_float("{0} != {0}"),
+    "isinf": in_float('tl.abs({0}) == float("inf")'),
     "_to_copy": same,
     "convert_element_type": same,
     "copy": copied,

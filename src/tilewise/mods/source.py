@@ -55,10 +55,7 @@ class Writer:
 
     def assign(self, name: str, value: Value) -> Value:
         """Write a line that names a value."""
-        text = value.text
-        if text.startswith("(") and closing(text) == len(text) - 1:
-            text = text[1:-1]
-        self.lines.append(f"{name} = {text}")
+        self.lines.append(f"{name} = {value.text}")
         return Value(name, value.dtype, value.depends, value.natural, value.number)
 
     def operation(self, node: fx.Node) -> Value:
@@ -125,16 +122,6 @@ class Writer:
         terms.sort(key=operator.itemgetter(0))  # what is the same for all pairs first: the tile grows as late as it can
         depends = frozenset().union(*(term[2] for term in terms))
         return "".join(term[1] for term in terms), depends
-
-
-def closing(text: str) -> int:
-    """Find the bracket that closes the first one."""
-    depth = 0
-    for place, letter in enumerate(text):
-        depth += {"(": 1, ")": -1}.get(letter, 0)
-        if depth == 0:
-            return place
-    raise ValueError(f"no bracket closes the first one of {text!r}")
 
 
 def function(name: str, arguments: str, lines: list[str]) -> str:
