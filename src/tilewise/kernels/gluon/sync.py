@@ -325,8 +325,8 @@ def _exp2_constraints(soft):
 def exp2_shared(y, SOFT: gl.constexpr):
     """Give 2**y in float32, of each SOFT values of a thread one by multiplications, which have a unit of their own.
 
-    The special functions' unit gives a quarter of a result a cycle where the others give one: with a tile of 8-bit
-    products, it is what everything waits for. Below 2**-126 the values by multiplications are 2**-126 instead of 0.
+    A multiprocessor gives 16 special functions a cycle and 128 multiplications: beside 8-bit products it is the special
+    functions that everything waits for. Below 2**-126 the values by multiplications are 2**-126 instead of 0.
     """
     ASM: gl.constexpr = _exp2_asm(SOFT)
     CONSTRAINTS: gl.constexpr = _exp2_constraints(SOFT)
