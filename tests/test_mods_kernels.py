@@ -46,23 +46,28 @@ class Mod:
 
 
 def grouped(**more: object) -> Case:
-    return Case("mods", heads_q=4, len_kv=50, options=Options(return_lse=True, **more))  # type: ignore[arg-type]
+    options = Options(return_lse=True, **more)  # type: ignore[arg-type]  # by name
+    return Case("mods", 1, 2, 1, 20, 36, options=options)
 
 
-LENGTHS = (5, 0, 41, 1, 17)
-PACKED = Case("mods", heads_q=4, lengths_q=LENGTHS, tail=3, options=Options(causal=True, return_lse=True))
-DOCUMENTS = torch.tensor([0] * 9 + [1] * 3 + [2] * 20 + [3] * 18)
+LENGTHS = (5, 0, 21, 1)
+PACKED = Case("mods", heads_q=2, heads_kv=1, lengths_q=LENGTHS, tail=3, options=Options(causal=True, return_lse=True))
+DOCUMENTS = torch.tensor([0] * 9 + [1] * 3 + [2] * 20 + [3] * 4)
+MANY = Case(
+    "many", 2, 2, 1, 20, 33, bias="1hqk", mask="b1qk", sink="h", alibi="h", ranges=((2, 33), (0, 30)),
+    options=Options(causal=True, window_left=20, softcap=3.0, dropout=0.2, layout="bshd", return_lse=True),
+)  # fmt: skip
 
 MODS = [
-    Mod("relative distance", lambda s, b, h, q, kv: s - 0.25 * abs(q - kv)),
-    Mod("slopes of heads", lambda s, b, h, q, kv, t: s + t[h] * (kv - q), ((4,),), case=grouped(causal=True)),
-    Mod("a table of distances", lambda s, b, h, q, kv, t: s + t[h, q - kv + 50], ((4, 90),), case=grouped()),
-    Mod("a full bias", lambda s, b, h, q, kv, t: s + t[b, h, q, kv], ((2, 4, 37, 50),), case=grouped()),
+    Mod("distance", lambda s, b, h, q, kv: s - 0.25 * abs(q - kv), case=grouped()),
+    Mod("slopes of heads", lambda s, b, h, q, kv, t: s + t[h] * (kv - q), ((2,),), case=grouped(causal=True)),
+    Mod("a table of distances", lambda s, b, h, q, kv, t: s + t[h, q - kv + 36], ((2, 60),), case=grouped()),
+    Mod("a full bias", lambda s, b, h, q, kv, t: s + t[b, h, q, kv], ((1, 2, 20, 36),), case=grouped()),
     Mod("a capped score", lambda s, b, h, q, kv: 2.0 * torch.tanh(s / 2.0), case=grouped(softcap=5.0)),
-    Mod("rows and columns", lambda s, b, h, q, kv, t, u: s * t[b, q] + u[kv], ((2, 37), (50,)), case=grouped()),
-    Mod("a number for all", lambda s, b, h, q, kv, t: s * t, ((),)),
+    Mod("rows and columns", lambda s, b, h, q, kv, t, u: s * t[b, q] + u[kv], ((1, 20), (36,)), case=grouped()),
+    Mod("a number for all", lambda s, b, h, q, kv, t: s * t, ((),), case=grouped()),
     Mod("hidden by the score", lambda s, b, h, q, kv: torch.where(q >= kv, s, -torch.inf), case=grouped()),
-    Mod("a window", mask=lambda b, h, q, kv: (q - kv).abs() < 5),
+    Mod("a window", mask=lambda b, h, q, kv: (q - kv).abs() < 5, case=grouped()),
     Mod(
         "documents", mask=lambda b, h, q, kv, d: (d[q] == d[kv]) & (q >= kv), mask_tensors=(DOCUMENTS,), case=grouped()
     ),
@@ -70,27 +75,24 @@ MODS = [
     Mod(
         "both, beside all else",
         lambda s, b, h, q, kv, t: s + torch.sin(t[h] * s) / (1 + q),
-        ((4,),),
+        ((2,),),
         lambda b, h, q, kv: (kv % 4 != 1) | (h == b),
-        case=Case(
-            "many", heads_q=4, len_q=29, bias="1hqk", mask="b1qk", sink="h", alibi="h", ranges=((2, 33), (0, 30)),
-            options=Options(causal=True, window_left=20, softcap=3.0, dropout=0.2, layout="bshd", return_lse=True),
-        ),
+        case=MANY,
     ),
-    Mod("packed", lambda s, b, h, q, kv, t: s * 0.5 + t[b, h] * kv / (q + 1), ((5, 4),), case=PACKED),
+    Mod("packed", lambda s, b, h, q, kv, t: s * 0.5 + t[b, h] * kv / (q + 1), ((4, 2),), case=PACKED),
     Mod("packed, masked", mask=lambda b, h, q, kv: (kv + b) % 3 != 0, case=replace(PACKED, bias="hqk", sink="bh")),
-]  # fmt: skip
+]
 NAMES = [mod.name for mod in MODS]
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let 37 queries and keys be several tiles, masked and bare ones among them."""
+    """Let 20 queries and 36 keys be several tiles, masked and bare ones among them."""
     if INTERPRETED:
         from tilewise.backends import triton_portable
         from tilewise.machine.tiles import Tiles
 
-        monkeypatch.setattr(triton_portable, "default_tiles", lambda *_: Tiles(32, 16))
+        monkeypatch.setattr(triton_portable, "default_tiles", lambda *_: Tiles(16, 16))
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +116,7 @@ def test_every_function_is_within_budget_forward_and_backward(mod: Mod, backend:
 
 
 def listed(mask: Function, tensors: tuple[torch.Tensor, ...], case: Case, **sizes: int) -> Asked:
-    """Ask for lists of tiles of 32 x 32, in which the small tiles of this file go once or twice."""
+    """Ask for lists of tiles of 32 x 32, in which the small tiles of this file go twice."""
     blocks = Blocks.of(
         mask, tensors, batch=case.batch, heads=case.heads_q, len_q=case.len_q, len_kv=case.len_kv, block_q=32,
         block_kv=32, **sizes,
@@ -122,14 +124,14 @@ def listed(mask: Function, tensors: tuple[torch.Tensor, ...], case: Case, **size
     return Asked(lambda s, b, h, q, kv, t: s + t[h] * (q - kv), (torch.ones(case.heads_q) / 8,), None, (), blocks)
 
 
-LONG = Case("lists", 2, 2, 1, 70, 72, options=Options(return_lse=True))
+LONG = Case("lists", 2, 2, 1, 40, 72, options=Options(return_lse=True))
 LISTS: dict[str, tuple[Case, Asked]] = {
     "causal": (LONG, listed(lambda b, h, q, kv: q >= kv, (), LONG)),
     "of each head": (LONG, listed(lambda b, h, q, kv: (q - kv).abs() < 25 * h, (), LONG)),
     "of each sequence": (LONG, listed(lambda b, h, q, kv, t: kv < t[b], (torch.tensor([40, 72]),), LONG)),
     "with a band in them": (
         replace(LONG, options=LONG.options._replace(causal=True)),
-        listed(lambda b, h, q, kv: kv % 64 < 50, (), LONG, right=0, offset=2),
+        listed(lambda b, h, q, kv: kv % 64 < 50, (), LONG, right=0, offset=32),
     ),
     "with a band beside them": (
         replace(LONG, options=LONG.options._replace(window_left=40), ranges=((0, 60), (5, 72)), mask="b1qk"),

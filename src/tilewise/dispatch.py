@@ -322,6 +322,7 @@ class Plan:
         features += ["key ranges"] * mask.ranged + ["dense mask"] * mask.dense + ["bias"] * score.bias
         features += ["ALiBi"] * score.alibi + ["sink"] * score.sink + [f"softcap {score.softcap}"] * bool(score.softcap)
         features += [f"dropout {problem.dropout}"] * bool(problem.dropout)
+        features += [] if problem.mods is None else problem.mods.words()
         heads = f"{problem.heads_q} heads" + f" over {problem.heads_kv}" * (problem.group > 1)
         dims = f"d={problem.dim_qk}" + f"/{problem.dim_v}" * (problem.dim_v != problem.dim_qk)
         size = f"B={problem.batch} N={problem.len_q}x{problem.len_kv} {dims} {heads}"

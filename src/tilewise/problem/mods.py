@@ -36,6 +36,17 @@ class Mods:
     mask: Traced | None = None
     lists: Lists | None = None
 
+    def words(self) -> list[str]:
+        """Name what there is, with what each function reads, and the tiles that the lists leave to visit."""
+        found = []
+        for label, traced in (("score_mod", self.score), ("mask_mod", self.mask)):
+            if traced is not None:
+                reads = (f"{len(traced.constants)} numbers", f"{len(traced.ranks)} tensors")
+                found.append(f"{label} of {' and '.join(word for word in reads if word[0] != '0') or 'positions'}")
+        if self.lists is not None:
+            found.append(f"lists of {self.lists.block_q} x {self.lists.block_kv} tiles")
+        return found
+
 
 class Captured(NamedTuple):
     """The tensors of a call's functions, those of closures after those given.

@@ -1,0 +1,142 @@
+"""Calls with functions of their own through the front door: gradients, what is refused, what is explained."""
+# ruff: noqa: ARG005 - every function is given all positions
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import tilewise
+from tilewise.backends.block_lists import Blocks
+
+
+def inputs(length: int = 20, grad: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 4, length, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    return q.requires_grad_(grad), k.requires_grad_(grad), v.requires_grad_(grad)
+
+
+def test_gradients_reach_given_and_captured_tensors() -> None:
+    q, k, v = inputs()
+    slopes = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    table = torch.rand(2, 20, dtype=torch.float64, requires_grad=True)
+
+    def attend(*given: torch.Tensor) -> torch.Tensor:
+        q, k, v, slopes, table = given
+        return tilewise.attention(
+            q, k, v, causal=True, score_tensors=(slopes,),
+            score_mod=lambda s, b, h, q_pos, kv_pos, t: s - t[h] * (q_pos - kv_pos) + s * table[b, kv_pos],
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(attend, (q, k, v, slopes, table), fast_mode=True)
+
+
+def test_a_function_is_the_same_as_the_option_that_it_writes_out() -> None:
+    q, k, v = inputs(grad=False)
+    slopes = torch.rand(4, dtype=torch.float64)
+    got = tilewise.attention(
+        q, k, v, mask_mod=lambda b, h, q_pos, kv_pos: (q_pos >= kv_pos) & (q_pos - kv_pos <= 5),
+        score_mod=lambda s, b, h, q_pos, kv_pos: s - slopes[h] * abs(q_pos - kv_pos), return_lse=True,
+    )  # fmt: skip
+    want = tilewise.attention(q, k, v, causal=True, window=(5, None), alibi_slopes=slopes, return_lse=True)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+def test_packed_sequences_are_told_their_number_and_positions_of_their_own() -> None:
+    q, k, v = (x[0].transpose(0, 1) for x in inputs(grad=False))
+    shift = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    got = tilewise.attention_varlen(
+        q, k, v, torch.tensor([0, 8, 20]), mask_mod=lambda b, h, q_pos, kv_pos: (q_pos + kv_pos) % 2 == 0,
+        score_mod=lambda s, b, h, q_pos, kv_pos, t: s + t[b] * kv_pos, score_tensors=(shift,),
+    )  # fmt: skip
+    for number, part in enumerate((slice(0, 8), slice(8, 20))):
+        pos = torch.arange(part.stop - part.start)
+        alone = tilewise.attention(
+            *(x[None, part] for x in (q, k, v)), layout="bshd", bias=shift[number] * pos,
+            mask=(pos[:, None] + pos) % 2 == 0,
+        )  # fmt: skip
+        torch.testing.assert_close(got[part], alone[0], rtol=0, atol=1e-13)
+
+
+def test_lists_bring_their_mask_along() -> None:
+    q, k, v = inputs(300, grad=False)
+    causal: Callable[..., torch.Tensor] = lambda b, h, q_pos, kv_pos: q_pos >= kv_pos
+    got = tilewise.attention(q, k, v, blocks=Blocks.of(causal, len_q=300, len_kv=300))
+    torch.testing.assert_close(got, tilewise.attention(q, k, v, causal=True), rtol=0, atol=1e-13)
+
+
+def test_a_compiled_graph_breaks_before_the_call_and_goes_on_behind_it() -> None:
+    q, k, v = (x.float() for x in inputs(grad=False))
+    table = torch.rand(4)
+
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return 2 * tilewise.attention(q + 1, k, v, score_mod=lambda s, b, h, q_pos, kv_pos: s * table[h])
+
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager")(q, k, v), model(q, k, v))
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="no operator carries a score_mod or mask_mod"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(q, k, v)
+
+
+def test_explain_tells_of_functions_and_lists() -> None:
+    q, k, v = inputs(300, grad=False)
+    scale = 0.5
+    blocks = Blocks.of(lambda b, h, q_pos, kv_pos: kv_pos % 3 != 1, len_q=300, len_kv=300)
+    plan = tilewise.explain(
+        tilewise.attention, q, k, v, score_mod=lambda s, b, h, q_pos, kv_pos: s * scale, blocks=blocks
+    )
+    assert plan.backend == "torch_tiled"
+    assert "score_mod" in plan.refusals["torch_sdpa"]
+    assert "score_mod of 1 numbers; mask_mod of positions; lists of 128 x 128 tiles" in str(plan)
+
+
+ADD = lambda s, b, h, q_pos, kv_pos, *t: s + t[0][h]
+SEE = lambda b, h, q_pos, kv_pos: q_pos >= kv_pos
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"score_mod": 3}, TypeError, "score_mod must be a function; got int 3"),
+        ({"score_mod": ADD, "score_tensors": torch.ones(4)}, TypeError, "score_tensors must be a tuple of tensors"),
+        ({"score_mod": ADD, "score_tensors": (1.0,)}, TypeError, r"score_tensors\[0\] must be a torch tensor"),
+        ({"mask_tensors": (torch.ones(4),)}, ValueError, "mask_tensors go with a mask_mod"),
+        ({"mask_mod": SEE, "backend": "torch_sdpa"}, ValueError, "has no score_mod or mask_mod"),
+        ({"blocks": "all"}, TypeError, "blocks must be a tilewise Blocks"),
+        ({"blocks": Blocks.of(SEE, len_q=20, len_kv=21)}, ValueError, "blocks must be of"),
+        ({"blocks": Blocks.of(SEE, len_q=20, len_kv=20), "mask_mod": ADD}, ValueError, "Leave mask_mod out"),
+        (
+            {"blocks": Blocks.of(SEE, len_q=20, len_kv=20, left=3), "causal": True},
+            ValueError,
+            "the call's band .* is .*; got blocks of the band",
+        ),
+        (
+            {"score_mod": ADD, "score_tensors": (torch.ones(4, device="meta"),)},
+            ValueError,
+            r"score_tensors\[0\] must be on q's device",
+        ),
+        (
+            {"score_mod": ADD, "score_tensors": (torch.ones(4, requires_grad=True),), "deterministic": True},
+            ValueError,
+            "deterministic=True cannot sum the gradients of a score_mod's tensors",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(options: dict[str, object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        tilewise.attention(*inputs(), **options)  # type: ignore[call-overload]
+
+
+def test_transforms_and_second_derivatives_are_refused() -> None:
+    q, k, v = inputs()
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return tilewise.attention(q, k, v, mask_mod=SEE)
+
+    with pytest.raises(NotImplementedError, match="takes ordinary tensors alone"):
+        torch.func.vmap(attend)(torch.stack([q.detach(), q.detach()]))
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(attend(q).sum(), q, create_graph=True)
