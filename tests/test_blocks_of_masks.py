@@ -307,6 +307,14 @@ def test_blocks_that_no_kernel_can_walk_are_refused() -> None:
         Blocks.of(None, len_q=-1, len_kv=10)
 
 
+def test_a_mask_that_is_no_function_or_has_tensors_elsewhere_is_refused() -> None:
+    with pytest.raises(TypeError, match="mask_mod must be a function of positions; got 3"):
+        Blocks.of(3, len_q=10, len_kv=10)  # type: ignore[arg-type]
+    elsewhere = torch.zeros(10, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=r"must be on cpu; got one of shape \(10,\) on meta"):
+        Blocks.of(lambda b, h, q, kv: elsewhere[kv] == 0, len_q=10, len_kv=10)
+
+
 def test_a_block_mask_whose_tiles_do_not_cover_its_lengths_is_refused() -> None:
     number, indices = torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
     theirs = BlockMask.from_kv_blocks(number, indices, BLOCK_SIZE=64, seq_lengths=(300, 128))

@@ -197,6 +197,16 @@ def test_one_sequence_of_keys_serves_all_queries_that_the_mask_tells_apart() -> 
     assert close(out, formula(q, k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1), None, documents)[0])
 
 
+def test_a_compiled_function_breaks_its_graph_there_and_gives_the_same() -> None:
+    q, k, v = inputs()
+
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        block_mask = create_block_mask(window, None, None, LEN, LEN, device=q.device)
+        return flex_attention(q * 2, k, v, halves, block_mask) + 1
+
+    assert torch.equal(torch.compile(model, backend="eager")(q, k, v), model(q, k, v))
+
+
 # ---- block masks ----
 
 

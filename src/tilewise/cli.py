@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tilewise.bench.report import Report
     from tilewise.bench.row_softmax import Settings as SoftmaxSettings
     from tilewise.bench.sketch import Kind
+    from tilewise.lab.masks import Mask
 
 app = typer.Typer(
     name="tilewise",
@@ -360,14 +361,13 @@ def explain(
 ) -> None:
     """Say what a call would do: which backend and tiles, why the others refuse, what it costs. Nothing is computed."""
     from tilewise.bench.sketch import Sketch
-    from tilewise.lab.masks import find
     from tilewise.machine.detect import best_device
 
     if kind not in {"dense", "varlen", "cache"}:
         raise ValueError(f"kind must be dense, varlen or cache; got {kind!r}")
     device = device or best_device()
     len_kv = len_q if len_kv is None else len_kv
-    known = None if mask is None or mask == "dense" else find(mask, len_q, len_kv, device)
+    known = None if mask is None or mask == "dense" else _mask(mask, len_q, len_kv, device)
     sketch = Sketch(
         kind=cast("Kind", kind),
         batch=batch,
@@ -402,6 +402,13 @@ def explain(
     console.print(str(sketch.explain()), soft_wrap=True)
     if known is not None:
         console.print(sketch.blocks().draw(), soft_wrap=True, markup=False, highlight=False)
+
+
+def _mask(text: str, len_q: int, len_kv: int, device: str) -> Mask:
+    """Find a mask by its name or file; what traces it takes seconds to load."""
+    from tilewise.lab.masks import find
+
+    return find(text, len_q, len_kv, device)
 
 
 def _window(text: str | None) -> tuple[int | None, int | None] | None:

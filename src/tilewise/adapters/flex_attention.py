@@ -124,7 +124,7 @@ def flex_attention(
         raise ValueError("return_lse does not go with return_aux; got both. return_aux=AuxRequest(lse=True) is enough")
     if return_aux is not None and return_aux.max_scores:
         raise ValueError("max_scores are not kept: tilewise gives lse alone. Leave them out of AuxRequest")
-    blocks = _blocks(block_mask)
+    blocks: Blocks | None = _blocks(block_mask)
     if blocks is not None and (blocks.len_q, blocks.len_kv) != (query.shape[2], key.shape[2]):
         raise ValueError(
             f"block_mask was made for {blocks.len_q} queries and {blocks.len_kv} keys; got {query.shape[2]} and "
@@ -193,6 +193,7 @@ def create_block_mask(
 _taken: WeakKeyDictionary[theirs.BlockMask, tuple[tuple[object, ...], Blocks]] = WeakKeyDictionary()
 
 
+@torch.compiler.disable(reason="tilewise: it makes lists of tiles, so the graph breaks here")  # type: ignore[untyped-decorator]
 def _blocks(block_mask: theirs.BlockMask | Blocks | None) -> Blocks | None:
     """Give what a call's block_mask says, a BlockMask's lists taken once."""
     if block_mask is None or isinstance(block_mask, Blocks):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -92,7 +92,7 @@ class Blocks:
     @staticmethod
     def of(
         mask_mod: MaskMod | None,
-        mask_tensors: tuple[torch.Tensor, ...] = (),
+        mask_tensors: Sequence[torch.Tensor] = (),
         *,
         len_q: int,
         len_kv: int,
@@ -122,7 +122,9 @@ class Blocks:
             block_q, block_kv: queries and keys of a tile, multiples of 16.
 
         Raises:
-            ValueError: sizes below zero, blocks that are no multiples of 16, or a mask that cannot be translated.
+            TypeError: mask_mod is no function.
+            ValueError: sizes below zero, blocks that are no multiples of 16, tensors on another device, or a mask that
+                cannot be translated.
 
         >>> window = Blocks.of(lambda batch, head, q, kv: (q - kv).abs() < 100, len_q=640, len_kv=640)
         >>> print(window.draw())
@@ -133,13 +135,9 @@ class Blocks:
         ..+++
         ...++
         """
-        asked = _Asked(mask_mod, mask_tensors, len_q, len_kv, left, right, offset, block_q, block_kv)
+        asked = _Asked(mask_mod, tuple(mask_tensors), len_q, len_kv, left, right, offset, block_q, block_kv)
         asked.check(batch, heads)
-        key = asked.key(batch, heads, torch.device(device))
-        found = _kept(key)
-        if found is None:
-            found = asked.answer(batch, heads, torch.device(device))
-            _keep(key, found)
+        found: Blocks = _answered(asked, batch, heads, torch.device(device))
         return found
 
     @staticmethod
@@ -241,7 +239,7 @@ class Blocks:
         each sign is 4 x 4 tiles
         ################################......
         """
-        kinds = self.kinds[batch_index % self.batch, head_index % self.heads].cpu()
+        kinds = self.kinds[batch_index if self.batch > 1 else 0, head_index if self.heads > 1 else 0].cpu()
         counts = [int((kinds == kind).sum()) for kind in (FULL, PARTIAL, EMPTY)]
         heading = (
             f"{self.len_q} queries x {self.len_kv} keys in tiles of {self.block_q} x {self.block_kv}: "
@@ -273,6 +271,8 @@ class _Asked(NamedTuple):
 
     def check(self, batch: int, heads: int) -> None:
         """Refuse sizes that no mask has."""
+        if self.mask_mod is not None and not callable(self.mask_mod):
+            raise TypeError(f"mask_mod must be a function of positions; got {self.mask_mod!r}")
         sizes = {"len_q": self.len_q, "len_kv": self.len_kv, "batch": batch, "heads": heads}
         for name, size in sizes.items():
             if size < 0:
@@ -283,20 +283,28 @@ class _Asked(NamedTuple):
                     f"{name} must be a multiple of 16, got {block}: kernels compute in tiles of 16 and more"
                 )
 
-    def key(self, batch: int, heads: int, device: torch.device) -> tuple[object, ...] | None:
-        """Give what two equal questions have in common; None where a tensor does not tell when it is written to."""
+    def traced(self, device: torch.device) -> tuple[Traced | None, tuple[torch.Tensor, ...]]:
+        """Give the mask as it was traced, and its tensors with those that it captures, single numbers on the device."""
         if self.mask_mod is None:
-            return (None, batch, heads, device, *self[2:])
-        traced, tensors = self.traced()
+            return None, ()
+        traced, tensors = trace_mask(self.mask_mod, self.mask_tensors)
+        for tensor in tensors:
+            if tensor.ndim > 0 and tensor.device != device:
+                raise ValueError(
+                    f"the mask's tensors must be on {device}; got one of shape {tuple(tensor.shape)} on "
+                    f"{tensor.device}. Move it, or pass device="
+                )
+        return traced, tensors
+
+    def key(
+        self, batch: int, heads: int, device: torch.device, traced: Traced | None, tensors: tuple[torch.Tensor, ...]
+    ) -> tuple[object, ...] | None:
+        """Give what two equal questions have in common; None where a tensor does not tell when it is written to."""
         if any(tensor.is_inference() for tensor in tensors):
             return None
         versions = tuple((id(tensor), tensor._version) for tensor in tensors)  # noqa: SLF001 - torch has no public name
-        return (traced.key, traced.constants, versions, batch, heads, device, *self[2:])
-
-    def traced(self) -> tuple[Traced, tuple[torch.Tensor, ...]]:
-        """Give the mask as it was traced, and its tensors with those that it captures."""
-        assert self.mask_mod is not None  # noqa: S101 - callers ask for one
-        return trace_mask(self.mask_mod, self.mask_tensors)
+        function = None if traced is None else (traced.key, traced.constants)
+        return (function, versions, batch, heads, device, *self[2:])
 
     def answer(self, batch: int, heads: int, device: torch.device) -> Blocks:
         """Compute the lists."""
@@ -325,7 +333,8 @@ class _Asked(NamedTuple):
 
     def mask(self, batch: torch.Tensor, head: torch.Tensor, q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
         """Ask the mask for positions (rows, 1) and (1, cols): what broadcasts to (batch, heads, rows, cols)."""
-        traced, tensors = self.traced()
+        traced, tensors = self.traced(q_pos.device)
+        assert traced is not None  # noqa: S101 - callers ask for a mask
         answer = traced.run(batch.view(-1, 1, 1, 1), head.view(1, -1, 1, 1), q_pos, kv_pos, tensors)
         return torch.as_tensor(answer, dtype=torch.bool, device=q_pos.device)
 
@@ -362,15 +371,15 @@ class _Asked(NamedTuple):
     def launch(self, rows: int, heads: int, results: tuple[torch.Tensor, ...], *, fill: bool) -> None:
         """Run the kernel over all rows of tiles."""
         from tilewise.backends.launch import Long, Parts, launch_named
-        from tilewise.kernels.share import Jitted, written
+        from tilewise.kernels.share import written
         from tilewise.kernels.triton.block_lists import list_tiles
 
-        mask_mod: Jitted | None = None
-        parts: Parts = ((), ())
-        if self.mask_mod is not None:
-            traced, tensors = self.traced()
-            mask_mod = written(traced.source, "mask_mod")
-            parts = (tuple((x, *map(Long, x.stride()), *x.shape) for x in tensors), traced.constants)
+        device = results[0].device
+        traced, tensors = self.traced(device)
+        parts: Parts = (
+            tuple((x.to(device), *map(Long, x.stride()), *x.shape) for x in tensors),
+            () if traced is None else traced.constants,
+        )
         names = ("partial_place_ptr", "full_place_ptr", "partial_ptr", "full_ptr")
         named = {
             **dict(zip(names, results, strict=True)),
@@ -382,7 +391,7 @@ class _Asked(NamedTuple):
             "right": self.right,
             "offset": self.offset,
             "mods": parts,
-            "MASK_MOD": mask_mod,
+            "MASK_MOD": None if traced is None else written(traced.source, "mask_mod"),
             "BLOCK_Q": self.block_q,
             "BLOCK_KV": self.block_kv,
             "PIECE_Q": math.gcd(self.block_q, PIECE_Q),
@@ -442,7 +451,8 @@ def _mask_of(block_mask: BlockMask) -> MaskMod | None:
 
 # ---- kept -----------------------------------------------------------------------------------------------------------
 
-_lists: OrderedDict[tuple[object, ...], Blocks] = OrderedDict()
+# Each with the mask's tensors, captured ones too: while these live, no other tensor gets the id of one of them.
+_lists: OrderedDict[tuple[object, ...], tuple[Blocks, tuple[torch.Tensor, ...]]] = OrderedDict()
 _lock = threading.Lock()
 
 
@@ -450,16 +460,29 @@ def _kept(key: tuple[object, ...] | None) -> Blocks | None:
     if key is None:
         return None
     with _lock:
-        if key in _lists:
-            _lists.move_to_end(key)
-        return _lists.get(key)
+        if key not in _lists:
+            return None
+        _lists.move_to_end(key)
+        return _lists[key][0]
 
 
-def _keep(key: tuple[object, ...] | None, blocks: Blocks) -> None:
-    """Keep lists; the mask's tensors live as long, so that no other tensor gets the id of one of them."""
+@torch.compiler.disable(reason="tilewise: it traces a mask by itself, so the graph breaks here")  # type: ignore[untyped-decorator]
+def _answered(asked: _Asked, batch: int, heads: int, device: torch.device) -> Blocks:
+    """Answer from what is kept, or anew."""
+    device = torch.empty(0, device=device).device  # with its number
+    traced, tensors = asked.traced(device)
+    key = asked.key(batch, heads, device, traced, tensors)
+    found = _kept(key)
+    if found is None:
+        found = asked.answer(batch, heads, device)
+        _keep(key, found, tensors)
+    return found
+
+
+def _keep(key: tuple[object, ...] | None, blocks: Blocks, tensors: tuple[torch.Tensor, ...]) -> None:
     if key is None:
         return
     with _lock:
-        _lists[key] = blocks
+        _lists[key] = blocks, tensors
         while len(_lists) > MOST_KEPT:
             _lists.popitem(last=False)

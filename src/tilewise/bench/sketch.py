@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 
 from tilewise import api
-from tilewise.backends.block_lists import Blocks, MaskMod
 from tilewise.bench.cases import DTYPES
 from tilewise.dispatch import Plan
 from tilewise.machine import detect
 from tilewise.problem.mask import Band
 
 if TYPE_CHECKING:
+    from tilewise.backends.block_lists import Blocks, MaskMod
     from tilewise.problem.mask import Align
 
 Kind = Literal["dense", "varlen", "cache"]
@@ -137,6 +137,8 @@ class Sketch:
 
     def blocks(self) -> Blocks:
         """Find the tiles that a dense call's mask_mod, band and lengths leave to visit."""
+        from tilewise.backends.block_lists import Blocks
+
         band = Band.of(self.causal, self.window, cast("Align", self.align))
         return Blocks.of(
             *(self.mask_mod or (None, ())),
