@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import tilewise
+from tilewise import mods, reference
 from tilewise.backends.block_lists import Blocks
 
 
@@ -140,3 +143,21 @@ def test_transforms_and_second_derivatives_are_refused() -> None:
         torch.func.vmap(attend)(torch.stack([q.detach(), q.detach()]))
     with pytest.raises(NotImplementedError, match="no second derivative"):
         torch.autograd.grad(attend(q).sum(), q, create_graph=True)
+
+
+def test_numpy_computes_the_same_functions_tile_by_tile_forward_and_backward() -> None:
+    q, k, v, d_out = np.random.default_rng(0).standard_normal((4, 30, 8))
+
+    def score_mod(score: np.ndarray, batch: int, head: int, q_pos: np.ndarray, kv_pos: np.ndarray) -> np.ndarray:
+        return mods.where(kv_pos % 2 == 0, score * score, score - 0.125 * abs(q_pos - kv_pos))
+
+    asked: dict[str, Any] = {"score_mod": score_mod, "mask_mod": lambda b, h, q_pos, kv_pos: q_pos - kv_pos >= 3}
+    out, lse = reference.tiled_attention(q, k, v, **asked, block_q=7, block_kv=11)
+    grads = reference.tiled_attention_backward(q, k, v, out, lse, d_out, **asked, block_q=7, block_kv=11)
+    given = [torch.from_numpy(x)[None, None].requires_grad_() for x in (q, k, v)]
+    want = tilewise.attention(*given, **asked)
+    arriving = torch.from_numpy(d_out)[None, None]
+    pairs = [(out, want), *zip(grads, torch.autograd.grad(want, given, arriving), strict=True)]
+    for got, right in [*pairs, (reference.naive_attention(q, k, v, **asked), want)]:
+        np.testing.assert_allclose(got, right.detach()[0, 0].numpy(), rtol=0, atol=1e-12)
+    assert lse[2] == -np.inf

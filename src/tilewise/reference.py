@@ -29,6 +29,7 @@ import numpy as np
 
 from tilewise.backends import numpy_tiled
 from tilewise.backends.naive import Terms, naive
+from tilewise.backends.numpy_mods import Function, Functions
 from tilewise.problem.problem import Options, check_band, fail, mismatch
 
 __all__ = [
@@ -241,6 +242,8 @@ def naive_attention(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    score_mod: Function | None = None,
+    mask_mod: Function | None = None,
 ) -> np.ndarray:
     """Compute attention with the whole score matrix in memory: ``softmax(scale * q @ k.T) @ v``.
 
@@ -251,6 +254,9 @@ def naive_attention(
         causal: let query i see only keys up to ``i + len_kv - len_q``, so that the last query sees all.
         window: (left, right), how many keys a query sees to each side of that diagonal; None or -1 = all.
         scale: what products are multiplied by; None: ``dim_qk ** -0.5``.
+        score_mod: ``score_mod(score, batch, head, q_pos, kv_pos)`` gives the new score, in natural-log units.
+        mask_mod: ``mask_mod(batch, head, q_pos, kv_pos)``, True = visible, if all else leaves it so. Both are written
+            with arithmetic and `tilewise.mods`; batch and head are 0 here.
 
     Returns:
         out (len_q, dim_v) in q's dtype; zeros for a query that sees no key. float16 is computed in float32.
@@ -267,7 +273,10 @@ def naive_attention(
     """
     q, k, v = _attention_inputs(q, k, v)
     tiling = _tiling(q, k, causal, window, 1, 1)
-    terms: Terms[np.ndarray] = Terms(left=tiling.left, right=tiling.right, offset=tiling.offset, scale=_scale(q, scale))
+    terms: Terms[np.ndarray] = Terms(
+        left=tiling.left, right=tiling.right, offset=tiling.offset, scale=_scale(q, scale), score_mod=score_mod,
+        mask_mod=mask_mod,
+    )  # fmt: skip
     wide = numpy_tiled.sum_dtype(q)
     wide_q, wide_k, wide_v = (x[None, None].astype(wide, copy=False) for x in (q, k, v))
     out, _ = naive(np, wide_q, wide_k, wide_v, terms)
@@ -283,6 +292,8 @@ def tiled_attention(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    score_mod: Function | None = None,
+    mask_mod: Function | None = None,
     block_q: int = numpy_tiled.BLOCK_Q,
     block_kv: int = numpy_tiled.BLOCK_KV,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -291,7 +302,7 @@ def tiled_attention(
     Tiles that hold no visible pair are skipped. `tilewise.backends.numpy_tiled.forward_steps` is the algorithm.
 
     Args:
-        q, k, v, causal, window, scale: as for `naive_attention`.
+        q, k, v, causal, window, scale, score_mod, mask_mod: as for `naive_attention`.
         block_q, block_kv: the size of a tile, 1 or more; the lengths need not be multiples.
 
     Returns:
@@ -311,7 +322,8 @@ def tiled_attention(
     True
     """
     q, k, v = _attention_inputs(q, k, v)
-    return numpy_tiled.tiled(q, k, v, _tiling(q, k, causal, window, block_q, block_kv), _scale(q, scale))
+    tiling, own = _tiling(q, k, causal, window, block_q, block_kv), Functions(score_mod, mask_mod)
+    return numpy_tiled.tiled(q, k, v, tiling, _scale(q, scale), own)
 
 
 def tiled_attention_backward(
@@ -325,6 +337,8 @@ def tiled_attention_backward(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    score_mod: Function | None = None,
+    mask_mod: Function | None = None,
     block_q: int = numpy_tiled.BLOCK_Q,
     block_kv: int = numpy_tiled.BLOCK_KV,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -336,7 +350,8 @@ def tiled_attention_backward(
     `tilewise.backends.numpy_tiled.backward_steps` is the algorithm.
 
     Args:
-        q, k, v, causal, window, scale, block_q, block_kv: as for `tiled_attention`.
+        q, k, v, causal, window, scale, score_mod, mask_mod, block_q, block_kv: as for `tiled_attention`. A score_mod's
+            derivative is found by torch, which must be there, and on whose tensors it must compute too.
         out, lse: what `tiled_attention` returned for them; tile sizes may differ.
         d_out: (len_q, dim_v), the gradient that reaches out.
 
@@ -367,7 +382,8 @@ def tiled_attention_backward(
             mend = "Pass what tiled_attention returned, and a d_out like out"
             raise fail(f"{name} must have shape {shape}", x.shape, mend)
     tiling = _tiling(q, k, causal, window, block_q, block_kv)
-    return numpy_tiled.tiled_backward(q, k, v, out, lse, d_out, tiling=tiling, scale=_scale(q, scale))
+    own = Functions(score_mod, mask_mod)
+    return numpy_tiled.tiled_backward(q, k, v, out, lse, d_out, tiling=tiling, scale=_scale(q, scale), own=own)
 
 
 def _finite(m: np.ndarray) -> np.ndarray:

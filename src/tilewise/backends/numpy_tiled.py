@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
+from tilewise.backends.numpy_mods import NONE, Functions
 from tilewise.machine.tiles import Tiles
 from tilewise.problem.blocks import block_ranges, is_visible
 
@@ -130,9 +131,10 @@ def _segments(ranges: tuple[int, int, int, int], size: int, stop: int) -> Iterat
 
 
 def forward_steps(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray, tiling: Tiling, scale: float
-) -> Iterator[Step]:
-    """Compute attention, writing out and lse; yield what is done on the way.
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray, tiling: Tiling, scale: float,
+    own: Functions = NONE,
+) -> Iterator[Step]:  # fmt: skip
+    """Compute attention, writing out and lse; yield what is done on the way. ``own`` holds users' functions.
 
     Shapes: q (len_q, dim_qk), k (len_kv, dim_qk), v (len_kv, dim_v), out (len_q, dim_v), lse (len_q,). Sums are kept in
     lse's dtype.
@@ -155,13 +157,15 @@ def forward_steps(
             yield Step("load", "v", cols, dims_v)
             tile = buffer[: len(q_tile), : len(k_tile)]  # score, then p
 
+            masked = masked or own.mask is not None
             if masked:
-                visible = tiling.visible(rows, cols)
+                visible = own.visible(tiling, rows, cols)
                 seen = np.any(visible, axis=0)  # a NaN in a key that no row sees must not get through as 0 * NaN
                 k_tile, v_tile = _only(seen, k_tile), _only(seen, v_tile)
 
             score = np.matmul(q_tile, k_tile.T, out=tile)
             score *= scale_log2
+            own.change(score, rows, cols)
             if masked:
                 np.copyto(score, -np.inf, where=~visible)
             yield Step("step", "score", rows, cols, {"score": score})
@@ -196,6 +200,7 @@ def backward_steps(
     dv: np.ndarray,
     tiling: Tiling,
     scale: float,
+    own: Functions = NONE,
 ) -> Iterator[Step]:
     """Differentiate attention, adding to dq, dk and dv, which start as zeros; yield what is done on the way.
 
@@ -238,14 +243,16 @@ def backward_steps(
             yield Step("load", "delta", rows, one)
             k_tile, v_tile = k_cols, v_cols
 
+            masked = masked or own.mask is not None
             if masked:  # who takes no part in this tile is zeroed, as in the forward pass; here that goes both ways
-                visible = tiling.visible(rows, cols)
+                visible = own.visible(tiling, rows, cols)
                 seen, sees = np.any(visible, axis=0), np.any(visible, axis=1)
                 k_tile, v_tile = _only(seen, k_tile), _only(seen, v_tile)
                 q_tile, d_out_tile, delta_tile = _only(sees, q_tile), _only(sees, d_out_tile), _only(sees, delta_tile)
 
             score = np.matmul(q_tile, k_tile.T, out=score_buffer[: len(q_tile), : len(k_tile)])
             score *= scale_log2
+            given = own.change(score, rows, cols)
             if masked:
                 np.copyto(score, -np.inf, where=~visible)
             anchor = np.where(lse_tile == -np.inf, 0, lse_tile)
@@ -255,6 +262,7 @@ def backward_steps(
             dv_tile += p.T @ d_out_tile
             dp = np.matmul(d_out_tile, v_tile.T, out=dp_buffer[: len(q_tile), : len(k_tile)])
             ds = np.multiply(p, np.subtract(dp, delta_tile[:, None], out=dp), out=dp)
+            own.back(given, rows, cols, ds)
             dk_tile += ds.T @ q_tile
             yield Step("step", "ds", rows, cols, {"delta": delta_tile, "ds": ds, "dk": dk_tile, "dv": dv_tile})
 
@@ -269,8 +277,9 @@ def backward_steps(
 
 
 def tiled(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, tiling: Tiling | None = None, scale: float | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, tiling: Tiling | None = None, scale: float | None = None,
+    own: Functions = NONE,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Run `forward_steps` to its end.
 
     Args:
@@ -279,6 +288,7 @@ def tiled(
         v: (len_kv, dim_v).
         tiling: what is visible, and the tile sizes; None: everything, in tiles of the default size.
         scale: what products of queries and keys are multiplied by; None: dim_qk ** -0.5.
+        own: the user's functions of scores and positions.
 
     Returns:
         out (len_q, dim_v) in q's dtype and lse (len_q,), in float32 or, for float64, in float64. A query that sees no
@@ -291,7 +301,7 @@ def tiled(
     """
     out = np.empty((len(q), v.shape[1]), q.dtype)
     lse = np.empty(len(q), sum_dtype(q))
-    _run(forward_steps(q, k, v, out, lse, _within(k, tiling), default_scale(q, scale)))
+    _run(forward_steps(q, k, v, out, lse, _within(k, tiling), default_scale(q, scale), own))
     return out, lse
 
 
@@ -305,11 +315,12 @@ def tiled_backward(
     d_lse: np.ndarray | None = None,
     tiling: Tiling | None = None,
     scale: float | None = None,
+    own: Functions = NONE,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Run `backward_steps` to its end: the gradients of ``sum(out * d_out) + sum(lse * d_lse)``.
 
     Args:
-        q, k, v, tiling, scale: as for `tiled`.
+        q, k, v, tiling, scale, own: as for `tiled`.
         out, lse: what `tiled` returned.
         d_out: (len_q, dim_v). d_lse: (len_q,), or None for zero.
 
@@ -319,7 +330,7 @@ def tiled_backward(
     lse = lse.astype(sum_dtype(q), copy=False)
     dq, dk, dv = (np.zeros(x.shape, lse.dtype) for x in (q, k, v))
     tiling, scale = _within(k, tiling), default_scale(q, scale)
-    _run(backward_steps(q, k, v, out, lse, d_out, d_lse, dq, dk, dv, tiling, scale))
+    _run(backward_steps(q, k, v, out, lse, d_out, d_lse, dq, dk, dv, tiling, scale, own))
     return dq.astype(q.dtype, copy=False), dk.astype(k.dtype, copy=False), dv.astype(v.dtype, copy=False)
 
 
