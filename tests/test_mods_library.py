@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tilewise import mods
 from tilewise.mods import masks, scores, tanh
 from tilewise.mods.trace import trace_mask, trace_score
 from tilewise.testing import error
@@ -258,3 +262,20 @@ def test_a_known_mask_is_the_same_in_a_kernel(name: str) -> None:
     )  # fmt: skip
     expected = [[[[rule(b, q, kv) for kv in range(LENGTH)] for q in range(LENGTH)]] for b in range(2)]
     assert torch.equal(seen, torch.tensor(expected, dtype=torch.int8))
+
+
+def test_what_scores_and_masks_are_written_with_loads_no_torch() -> None:
+    code = (
+        "import sys, numpy as np, tilewise.mods as mods\n"
+        "function, tensors = mods.masks.documents(np.zeros(4, int))\n"
+        "function(0, 0, np.arange(4)[:, None], np.arange(4), *tensors)\n"
+        "mods.scores.relative_bias(np.zeros((32, 1)))\n"
+        "assert mods.maximum(mods.tanh(0.5), 0.25) > 0.25\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment())
+    assert done.stdout == "False\n", done.stderr
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(Path(mods.__file__).parents[2])}

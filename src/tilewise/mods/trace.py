@@ -56,9 +56,9 @@ def trace_score(function: Function, tensors: Sequence[torch.Tensor] = ()) -> tup
     >>> traced, tensors = trace_score(lambda score, batch, head, q_pos, kv_pos: score - 0.5 * (q_pos - kv_pos))
     >>> print(traced.source.strip())
     def score_mod(score, batch, head, q_pos, kv_pos, tensors, constants):
-        x0 = (q_pos - kv_pos)
-        x1 = (tl.cast(x0, tl.float32) * 0.5)
-        x2 = (score - x1)
+        x0 = q_pos - kv_pos
+        x1 = tl.cast(x0, tl.float32) * 0.5
+        x2 = score - x1
         return x2
     """
     return _traced("score", function, tuple(tensors))
