@@ -93,7 +93,7 @@ def test_explain_tells_of_functions_and_lists() -> None:
     )
     assert plan.backend == "torch_tiled"
     assert "score_mod" in plan.refusals["torch_sdpa"]
-    assert "score_mod of 1 numbers; mask_mod of positions; lists of 128 x 128 tiles" in str(plan)
+    assert "score_mod (numbers: 1, tensors: 0); mask_mod (numbers: 0, tensors: 0); lists of 128 x 128" in str(plan)
 
 
 ADD = lambda s, b, h, q_pos, kv_pos, *t: s + t[0][h]

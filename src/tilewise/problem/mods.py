@@ -41,8 +41,7 @@ class Mods:
         found = []
         for label, traced in (("score_mod", self.score), ("mask_mod", self.mask)):
             if traced is not None:
-                reads = (f"{len(traced.constants)} numbers", f"{len(traced.ranks)} tensors")
-                found.append(f"{label} of {' and '.join(word for word in reads if word[0] != '0') or 'positions'}")
+                found.append(f"{label} (numbers: {len(traced.constants)}, tensors: {len(traced.ranks)})")
         if self.lists is not None:
             found.append(f"lists of {self.lists.block_q} x {self.lists.block_kv} tiles")
         return found

@@ -58,7 +58,8 @@ def prepare_rows(
     """Save what the other kernels need of each row: lse in base 2, then ``delta = sum(d_out * out) - d_lse``.
 
     Saved lse is 0 where a row has seen nothing: its scores are all -inf. It is inf, so that p is 0, where float32 no
-    longer tells scores apart: exp2 of what rounding leaves there would overflow. Packed sequences need no telling apart here.
+    longer tells scores apart: exp2 of what rounding leaves there would overflow. Packed sequences need no telling apart
+    here.
     """
     program = tl.program_id(0)
     start = program % tiles * BLOCK_Q
@@ -253,14 +254,13 @@ def key_gradients(
                     LIST_Q,
                 )  # fmt: skip
     inside = (kv_pos >= kv_start) & (kv_pos < kv_stop)
+    dk, dv = tl.where(inside, dk * scale, 0.0), tl.where(inside, dv, 0.0)
     if dk_ptr is not None:
         base = base_of(dk_ptr, sequence, kv_head, kv_base, dk_batch_stride, dk_head_stride, dk_row_stride, UNIT)
-        matrix, dk = (base, dk_row_stride, dk_dim_stride), tl.where(inside, dk * scale, 0.0)
-        store_rows(matrix, start, len_kv, dk, DIM_QK, BLOCK_KV, BLOCK_DIM_QK, UNIT, piece)
+        store_rows((base, dk_row_stride, dk_dim_stride), start, len_kv, dk, DIM_QK, BLOCK_KV, BLOCK_DIM_QK, UNIT, piece)
     if dv_ptr is not None:
         base = base_of(dv_ptr, sequence, kv_head, kv_base, dv_batch_stride, dv_head_stride, dv_row_stride, UNIT)
-        matrix, dv = (base, dv_row_stride, dv_dim_stride), tl.where(inside, dv, 0.0)
-        store_rows(matrix, start, len_kv, dv, DIM_V, BLOCK_KV, BLOCK_DIM_V, UNIT, piece)
+        store_rows((base, dv_row_stride, dv_dim_stride), start, len_kv, dv, DIM_V, BLOCK_KV, BLOCK_DIM_V, UNIT, piece)
 
 
 # ---- the gradient of queries ----------------------------------------------------------------------------------------

@@ -194,9 +194,8 @@ def attention_forward(
     if q_start >= len_q:
         return
 
-    offset = 0 if TOP_LEFT else len_kv - len_q
     kv_start, kv_stop = key_range(sequence, kv_start_ptr, kv_stop_ptr, len_kv, left, right)
-    place = (len_q, kv_start, kv_stop, offset)
+    place = (len_q, kv_start, kv_stop, 0 if TOP_LEFT else len_kv - len_q)
     edges, seen = key_blocks(q_start, place, left, right, BLOCK_Q, BLOCK_KV, BARE)
     parts, entries = parts_of(edges, mods, sequence, head, q_start, LIST_Q, LIST_KV, BLOCK_KV)
     q = base_of(q_ptr, sequence, head, q_base, q_batch_stride, q_head_stride, q_row_stride, UNIT)
