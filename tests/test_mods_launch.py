@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import tilewise
 from recorder import Recorder, integer
 from test_triton_compile import compile_launch, launches
+from tilewise import recall
 from tilewise.arguments import Asked
 from tilewise.backends import compile as compiling
 from tilewise.backends import launch, triton_portable
@@ -41,8 +42,10 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     monkeypatch.setattr(triton_portable, "_interpreting", lambda: True)
     monkeypatch.setattr(triton_portable, "_capability", lambda _: (9, 0))
     triton_portable._forward.cache_clear()
+    recall.forget()
     yield driver
     triton_portable._forward.cache_clear()
+    recall.forget()
 
 
 def biased(scale: float, distance: int, table: torch.Tensor) -> Callable[..., torch.Tensor]:

@@ -21,7 +21,7 @@ from tilewise.mods.trace import Traced, trace_mask, trace_score
 from tilewise.problem.checks import fail, kind, mismatch
 from tilewise.problem.mods import Captured, Lists, Mods, ModTensors, captured_of
 from tilewise.problem.problem import Needs, Options, Problem, Spec, Tensors
-from tilewise.recall import ORDINARY, OutAndPerhapsLse, in_transform
+from tilewise.recall import ORDINARY, OutAndPerhapsLse, in_transform, remembered
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -58,7 +58,12 @@ def _run(tensors: Tensors, options: Options, asked: Asked) -> OutAndPerhapsLse:
             )
         out, lse = _WithMods.apply(problem, together, options.backend, *tensors, *captured.score)  # type: ignore[no-untyped-call]
         return out, lse
-    return plain(problem, together, options, None)
+    like = problem, options.backend
+    prepared = remembered(like)
+    if prepared is None:
+        return plain(problem, together, options, like)
+    out, lse = prepared(together)
+    return (out.transpose(1, 2) if options.layout == "bshd" else out), lse
 
 
 _outside: Callable[[Tensors, Options, Asked], OutAndPerhapsLse] = torch.compiler.disable(

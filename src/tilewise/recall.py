@@ -85,6 +85,11 @@ def remember(like: object, prepared: Prepared) -> None:
     _prepared[like] = prepared
 
 
+def remembered(like: object) -> Prepared | None:
+    """Give what was kept under ``like``, or None."""
+    return _prepared.get(like)
+
+
 def forget() -> None:
     """Drop everything, so that the next calls ask their backends again."""
     _prepared.clear()
