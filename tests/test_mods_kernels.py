@@ -112,14 +112,29 @@ def test_every_function_is_within_budget_forward_and_backward(mod: Mod, backend:
     assert sum(name.startswith("dtensors") for name in report) == len(mod.score_shapes)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_of_functions_may_be_of_any_type_and_strides(backend: str) -> None:
+    shown = torch.arange(36) % 5 != 2
+    bias = torch.randn(36, 2, dtype=torch.bfloat16).t()
+    call = grouped().build("cpu", "float32")
+    asked = Asked(lambda s, b, h, q, kv, t: s + t[h, kv], (bias,), lambda b, h, q, kv, t: t[kv], (shown,))
+    check(run(replace(call, asked=asked), backend), replace(call, asked=asked))
+
+
 # ---- lists of tiles --------------------------------------------------------------------------------------------------
 
 
-def listed(mask: Function, tensors: tuple[torch.Tensor, ...], case: Case, **sizes: int) -> Asked:
+def listed(
+    mask: Callable[..., torch.Tensor],
+    tensors: tuple[torch.Tensor, ...],
+    case: Case,
+    right: int | None = None,
+    offset: int = 0,
+) -> Asked:
     """Ask for lists of tiles of 32 x 32, in which the small tiles of this file go twice."""
     blocks = Blocks.of(
         mask, tensors, batch=case.batch, heads=case.heads_q, len_q=case.len_q, len_kv=case.len_kv, block_q=32,
-        block_kv=32, **sizes,
+        block_kv=32, right=right, offset=offset,
     )  # fmt: skip
     return Asked(lambda s, b, h, q, kv, t: s + t[h] * (q - kv), (torch.ones(case.heads_q) / 8,), None, (), blocks)
 

@@ -127,6 +127,12 @@ def attention(
     >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     >>> out.shape, bool((out - expected).abs().max() < 1e-5)
     (torch.Size([1, 4, 100, 64]), True)
+    >>> distance = torch.tensor([0.5, 0.25, 0.125, 0.0625])  # of each head, as ALiBi has it
+    >>> nearer = lambda score, batch, head, q_pos, kv_pos: score - distance[head] * abs(q_pos - kv_pos)
+    >>> past = lambda batch, head, q_pos, kv_pos: q_pos >= kv_pos
+    >>> out = tilewise.attention(q, k, v, score_mod=nearer, mask_mod=past)
+    >>> bool((out - tilewise.attention(q, k, v, causal=True, alibi_slopes=distance)).abs().max() < 1e-5)
+    True
     """
     given = (q, k, v, bias, mask, sink, alibi_slopes, kv_start, kv_stop, None, None, None, seed)
     wanted = ("dense", causal, window, align, scale, softcap, dropout, deterministic, return_lse, layout, backend)

@@ -16,7 +16,8 @@ that may also be None. Values never choose a variant: what a kernel may know of 
 tensors lie on one device is checked when a variant is bound and not again: callers have checked it before.
 
 Elsewhere the call goes to Triton: on AMD GPUs to its launcher, which does compile C code, and under TRITON_INTERPRET=1
-to its interpreter.
+to its interpreter. Of numbers in tuples, that launcher compiles variants for 1 and for multiples of 16, which it cannot
+be told to leave.
 """
 
 from __future__ import annotations
