@@ -72,7 +72,8 @@ def draw(seed: int) -> tuple[str, fp8.Quantized, bool, str]:
     lengths: list[list[int]] = []
     shapes: list[tuple[int, ...]]
     if packed:
-        lengths = [[pick.choice((0, 1, pick.randrange(1, 700))) for _ in range(pick.randrange(1, 6))] for _ in range(2)]
+        count = pick.randrange(1, 6)
+        lengths = [[pick.choice((0, 1, pick.randrange(1, 700))) for _ in range(count)] for _ in range(2)]
         lengths[1] = (lengths[1] * 6)[: len(lengths[0])]
         cu_q, cu_k = (
             torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device="cuda") for each in lengths

@@ -133,15 +133,26 @@ def test_a_known_mask_is_what_it_says_in_numpy_in_torch_and_translated(name: str
 def test_other_numbers_are_the_same_mask_to_a_kernel() -> None:
     pairs = (
         (masks.sliding_window(5, 2), masks.sliding_window(100, 1)),
-        (masks.dilated_window(7, 3), masks.dilated_window(70, 1)),
+        (masks.dilated_window(7, 3), masks.dilated_window(70, 3)),
         (masks.prefix_lm(9), masks.prefix_lm(0)),
-        (masks.neighbourhood(4, 6, 3, 5), masks.neighbourhood(40, 7, 1, 3)),
-        (masks.tiled_window((4, 5), (2, 3), (2, 1)), masks.tiled_window((64, 64), (16, 24), (8, 8), text=7)),
+        (masks.neighbourhood(4, 6, 3, 5), masks.neighbourhood(40, 6, 1, 3)),
+        (masks.tiled_window((4, 5), (2, 3), (2, 1)), masks.tiled_window((8, 5), (6, 1), (2, 1), text=7)),
     )
     for one, other in pairs:
         first, second = trace_mask(one[0])[0], trace_mask(other[0])[0]
         assert first.key == second.key
         assert first.constants != second.constants
+
+
+@pytest.mark.parametrize("dilation", [1, 3, 4, 7, 8])
+def test_a_divisor_stands_in_the_source_and_is_right_for_each_value(dilation: int) -> None:
+    q_pos, kv_pos = torch.arange(40)[:, None], torch.arange(40)[None, :]
+    function, tensors = masks.dilated_window(20, dilation)
+    traced, _ = trace_mask(function, tensors)
+    assert " % constants" not in traced.source
+    apart = (q_pos - kv_pos).abs()
+    expected = (apart <= 20) & (apart % dilation == 0)
+    assert torch.equal(traced.run(0, 0, q_pos, kv_pos, tensors), expected)
 
 
 def test_a_mask_may_begin_with_numbers_that_no_picture_has() -> None:

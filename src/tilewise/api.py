@@ -104,6 +104,7 @@ def attention(
         score_mod: ``score_mod(score, batch, head, q_pos, kv_pos, *score_tensors)`` gives a visible pair's new score, in
             natural-log units, after all of the above. Gradients reach its tensors, also those of its closure.
         mask_mod: ``mask_mod(batch, head, q_pos, kv_pos, *mask_tensors)``, True = visible, if all else leaves it so.
+            What it alone hides must be finite; whatever else hides a key, the key may hold anything.
         blocks: lists of the tiles that a mask_mod leaves to visit, in place of mask_mod.
         dropout: probability of dropping an element of the softmax, in [0, 1).
         seed: int or one-element int64 tensor; None draws one from torch's generator.

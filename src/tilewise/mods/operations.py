@@ -29,6 +29,7 @@ class Value(NamedTuple):
     depends: frozenset[str]  # on "q", on "kv": the axes of its tile
     natural: bool  # an integer that is never negative
     number: int | float | None  # if it is a literal
+    settle: Callable[[], int | float] | None = None  # of a runtime constant: its number, to stand in the source instead
 
 
 Of = Callable[[object], Value]
@@ -201,12 +202,29 @@ def divide(of: Of, node: fx.Node) -> Value:
     return in_result_type("{0} // {1}")(of, node)  # Triton truncates
 
 
+def divided(of: Of, node: fx.Node) -> tuple[Value, Value, int | None]:
+    """Give the inputs of a division of integers, and the divisor's exponent if it is a power of two.
+
+    A divisor that a user's closure holds is written as a literal: a division by what the compiler knows is a product or
+    a shift, and by what it does not know a dozen instructions.
+    """
+    left, right = inputs(of, node, 2)
+    if right.settle is not None:
+        right = literal(right.settle())._replace(dtype=right.dtype)
+    number = right.number
+    is_power = isinstance(number, int) and number > 0 and number & (number - 1) == 0
+    return left, right, int(number).bit_length() - 1 if is_power and number else None
+
+
 def floor_divide(of: Of, node: fx.Node) -> Value:
     """Division rounded down, where Triton rounds towards zero."""
-    left, right = inputs(of, node, 2)
-    quotient = f"{left.text} // {right.text}"
     if result_type(node).is_floating_point:
+        left, right = inputs(of, node, 2)
         return made(f"tl.floor({left.text} / {right.text})", node, left, right)
+    left, right, exponent = divided(of, node)
+    if exponent is not None:
+        return made(f"{left.text} >> {exponent}", node, left, natural=left.natural)
+    quotient = f"{left.text} // {right.text}"
     if left.natural and right.natural:
         return made(quotient, node, left, right, natural=True)
     apart = f"({left.text} % {right.text} != 0) & (({left.text} < 0) != ({right.text} < 0))"
@@ -215,10 +233,14 @@ def floor_divide(of: Of, node: fx.Node) -> Value:
 
 def remainder(of: Of, node: fx.Node) -> Value:
     """The remainder with the divisor's sign, as Python has it."""
-    left, right = inputs(of, node, 2)
-    a, b = left.text, right.text
     if result_type(node).is_floating_point:
+        left, right = inputs(of, node, 2)
+        a, b = left.text, right.text
         return made(f"{a} - tl.floor({a} / {b}) * {b}", node, left, right)
+    left, right, exponent = divided(of, node)
+    a, b = left.text, right.text
+    if exponent is not None:
+        return made(f"{a} & {(1 << exponent) - 1}", node, left, natural=True)
     if left.natural and right.natural:
         return made(f"{a} % {b}", node, left, right, natural=True)
     if right.natural:

@@ -51,7 +51,7 @@ class Writer:
             return literal(number)
         self.lift.append(number)
         text = f"constants[{len(self.lift) - 1}]"
-        return Value(text, literal(number).dtype, frozenset(), number >= 0, None)
+        return Value(text, literal(number).dtype, frozenset(), number >= 0, None, lambda: number)
 
     def assign(self, name: str, value: Value) -> Value:
         """Write a line that names a value."""

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -122,7 +123,7 @@ def _traced(kind: str, function: Function, given: tuple[torch.Tensor, ...]) -> t
         if len(_kept) >= KEPT:
             _kept.clear()
         for word, more in (
-            ("numbers", None if graphs.lifted or not walk.numbers else tuple(map(repr, walk.numbers))),
+            ("numbers", tuple(map(repr, walk.numbers)) if walk.numbers and not graphs.serves_all else None),
             ("shapes", tuple(tensor.shape for tensor in tensors) if graphs.forward.reads_shapes else None),
         ):
             if more is not None:
@@ -142,6 +143,7 @@ class Graphs:
     kind: str
     forward: Recorded
     lifted: bool  # the numbers of the closure are inputs of the graph
+    serves_all: bool  # the sources, too, are right for other numbers
     _made: dict[tuple[bool, torch.device], fx.GraphModule] = field(default_factory=dict)
 
     def bound(self, constants: tuple[Number, ...]) -> Callable[..., torch.Tensor]:
@@ -191,16 +193,17 @@ def _attempt(
     kind: str, function: Function, given: tuple[torch.Tensor, ...], numbers: tuple[Number, ...]
 ) -> Translation:
     baked: list[Number] = []
+    settled: list[Number] = []  # that stand in the sources themselves
     lift = None if numbers or not numbers_of(function) else baked
     forward, tensors = record(kind, function, given, numbers, gradient=False)
     value, _, _ = forward.results
-    source = forward_source(kind, _writer(kind, forward, numbers, lift), value)
+    source = forward_source(kind, _writer(kind, forward, numbers, lift, settled), value)
     gradient, refusal, reached = None, None, [False] * len(tensors)
     if kind == "score":
         try:
             backward, _ = record(kind, function, given, numbers, gradient=True)
             _, (d_score, *d_loads), _ = backward.results
-            gradient = gradient_source(_writer(kind, backward, numbers, lift), d_score, d_loads)
+            gradient = gradient_source(_writer(kind, backward, numbers, lift, settled), d_score, d_loads)
             for load, d_load in zip(backward.loads, d_loads, strict=True):
                 reached[load] |= d_load is not None
         except Exception as error:
@@ -208,7 +211,7 @@ def _attempt(
                 raise
             # A score may be used without a gradient.
             refusal = f"the score_mod {_name(function)} {_reason(error)}"
-    graphs = Graphs(kind, forward, bool(numbers))
+    graphs = Graphs(kind, forward, bool(numbers), bool(numbers) and not settled)
     constants = numbers or tuple(baked)
     traced = Traced(
         kind=kind,
@@ -226,7 +229,9 @@ def _attempt(
     return graphs, traced, tensors
 
 
-def _writer(kind: str, recorded: Recorded, numbers: tuple[Number, ...], lift: list[Number] | None) -> Writer:
+def _writer(
+    kind: str, recorded: Recorded, numbers: tuple[Number, ...], lift: list[Number] | None, settled: list[Number]
+) -> Writer:
     """Say what the inputs of a graph are called in the source."""
     inputs = iter(recorded.inputs)
     values: dict[fx.Node, Value] = {}
@@ -234,10 +239,9 @@ def _writer(kind: str, recorded: Recorded, numbers: tuple[Number, ...], lift: li
         dtype = torch.float32 if name == "score" else torch.int32
         values[next(inputs)] = Value(name, dtype, frozenset(WHERE_FROM.get(name, ())), name != "score", None)
     for place, number in enumerate(numbers):
-        text = f"constants[{place}]"
-        values[next(inputs)] = Value(
-            text, number_type(number), frozenset(), isinstance(number, int) and number >= 0, None
-        )
+        natural = isinstance(number, int) and number >= 0
+        settle = partial(_settle, number, settled)
+        values[next(inputs)] = Value(f"constants[{place}]", number_type(number), frozenset(), natural, None, settle)
     leaves = {next(inputs): site for site in range(len(recorded.loads))}
     for node in inputs:  # there is one more in a gradient
         values[node] = Value("d_score", torch.float32, frozenset({"q", "kv"}), False, None)
@@ -249,6 +253,12 @@ def _writer(kind: str, recorded: Recorded, numbers: tuple[Number, ...], lift: li
         indices=recorded.results[2],
         lift=lift,
     )
+
+
+def _settle(number: Number, settled: list[Number]) -> Number:
+    """Give a number to be written into the source, and remember that it was."""
+    settled.append(number)
+    return number
 
 
 def _name(function: Function) -> str:

@@ -156,12 +156,12 @@ def over_queries(
         q = load_rows(q_matrix, start, seen[0], seen[1], DIM_QK, BLOCK_Q, BLOCK_DIM_QK, MASKED, UNIT)
         d_out = load_rows(d_out_matrix, start, seen[0], seen[1], DIM_V, BLOCK_Q, BLOCK_DIM_V, MASKED, UNIT)
         lse, delta = load_saved(saved, rows)
-        visible = (visible_pairs(q_pos, kv_pos, place, left, right, mask, MASK_MOD),) if MASKED else ()
         q_source, d_out_source = (q_matrix, start, seen[0], seen[1]), (d_out_matrix, start, seen[0], seen[1])
         score = tl.dot(k, q.T, input_precision=PRECISION)
         score = add_pieces(score, k_source, q_source, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT, PRECISION)
         dp = tl.dot(v, d_out.T, input_precision=PRECISION)
         dp = add_pieces(dp, v_source, d_out_source, DIM_V, BLOCK_DIM_V, MASKED, UNIT, PRECISION)
+        visible = (visible_pairs(q_pos, kv_pos, place, left, right, mask, MASK_MOD),) if MASKED else ()
         p, ds, derivative = tile_gradients(
             score, dp, lse[None, :], delta[None, :], q_pos, kv_pos, place, score_with, drop, visible, EXACT, PACKED,
             SCORE_MOD, SCORE_GRADIENT,
@@ -288,21 +288,23 @@ def over_keys(
         kv_pos = (start + tl.arange(0, BLOCK_KV))[None, :]
         k = load_rows(k_matrix, start, seen[0], seen[1], DIM_QK, BLOCK_KV, BLOCK_DIM_QK, MASKED, UNIT)
         v = load_rows(v_matrix, start, seen[0], seen[1], DIM_V, BLOCK_KV, BLOCK_DIM_V, MASKED, UNIT)
-        visible = (visible_pairs(q_pos, kv_pos, place, left, right, mask, MASK_MOD),) if MASKED else ()
-        if len(mask[0]) + len(mask[1]) > 0:
+        if len(mask[0]) > 0:
+            visible = (visible_pairs(q_pos, kv_pos, place, left, right, mask, MASK_MOD),)
             k = zero_unseen(k, visible[0])
         k_source, v_source = (k_matrix, start, seen[0], seen[1]), (v_matrix, start, seen[0], seen[1])
         score = tl.dot(q, k.T, input_precision=PRECISION)
         score = add_pieces(score, q_source, k_source, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT, PRECISION)
         dp = tl.dot(d_out, v.T, input_precision=PRECISION)
         dp = add_pieces(dp, d_out_source, v_source, DIM_V, BLOCK_DIM_V, MASKED, UNIT, PRECISION)
+        if len(mask[0]) == 0:  # only now, see `attend`
+            visible = (visible_pairs(q_pos, kv_pos, place, left, right, mask, MASK_MOD),) if MASKED else ()
         _, ds, derivative = tile_gradients(
             score, dp, lse, delta, q_pos, kv_pos, place, score_with, drop, visible, EXACT, PACKED,
             SCORE_MOD, SCORE_GRADIENT,
         )  # fmt: skip
         if len(derivative) > 0:
             ds = ds * derivative[0]
-        unseen = visible if len(mask[0]) + len(mask[1]) > 0 else ()
+        unseen = visible if len(mask[0]) > 0 else ()
         k = own_piece(k, k_source, unseen, piece, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq

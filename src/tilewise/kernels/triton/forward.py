@@ -31,8 +31,8 @@ from tilewise.kernels.triton.steps import (
     pairs_of,
     parts_of,
     scalar_of,
+    seen_pairs,
     store_rows,
-    visible_pairs,
     zero_unseen,
 )
 
@@ -65,17 +65,16 @@ def attend(
         kv_pos = (start + tl.arange(0, BLOCK_KV))[None, :]
         k = load_rows(k_matrix, start, seen_start, seen_stop, DIM_QK, BLOCK_KV, BLOCK_DIM_QK, MASKED, UNIT)
         v = load_rows(v_matrix, start, seen_start, seen_stop, DIM_V, BLOCK_KV, BLOCK_DIM_V, MASKED, UNIT, piece)
-        if MASKED:
-            visible = visible_pairs(q_pos, kv_pos, place, left, right, mask, MASK_MOD)
-            if len(mask[0]) > 0:
-                k, v = zero_unseen(k, visible), zero_unseen(v, visible)
-            elif len(mask[1]) > 0:  # a hidden key's score is replaced, whatever it is
-                v = zero_unseen(v, visible)
+        if len(mask[0]) > 0:
+            visible = seen_pairs(q_pos, kv_pos, place, left, right, mask, MASK_MOD)
+            k, v = zero_unseen(k, visible), zero_unseen(v, visible)
         score = tl.dot(q, k.T, input_precision=PRECISION)
         k_source = (k_matrix, start, seen_start, seen_stop)
         score = add_pieces(score, q_source, k_source, DIM_QK, BLOCK_DIM_QK, MASKED, UNIT, PRECISION, NEGATIVE)
         score, _, _ = finish_score(score, q_pos, kv_pos, place, score_with, EXACT, PACKED, SCORE_MOD)
         if MASKED:
+            if len(mask[0]) == 0:  # only now: held over the product, so many truth values would be packed and unpacked
+                visible = seen_pairs(q_pos, kv_pos, place, left, right, mask, MASK_MOD)
             score = tl.where(visible, score, -float("inf"))
         row_max_new = tl.maximum(row_max, scaled(tl.max(score, 1), factor))
         anchor = tl.where(row_max_new == -float("inf"), 0.0, row_max_new)

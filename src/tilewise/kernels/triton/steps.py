@@ -337,13 +337,19 @@ def tanh(x, EXACT: tl.constexpr):
 
 @triton.jit
 def visible_pairs(q_pos, kv_pos, place, left, right, mask, MASK_MOD: tl.constexpr = None):
-    """Say which pairs of the tile are visible. Rows behind the last query see nothing.
+    """Say which pairs of the tile are visible; rows behind the last query see nothing.
 
     mask is what a dense mask needs and what MASK_MOD needs, () for each that is absent or not to be asked.
     """
+    return seen_pairs(q_pos, kv_pos, place, left, right, mask, MASK_MOD) & (q_pos < place[0])
+
+
+@triton.jit
+def seen_pairs(q_pos, kv_pos, place, left, right, mask, MASK_MOD: tl.constexpr = None):
+    """Say the same where rows behind the last query are nobody's: they may see what they like."""
     len_q, kv_start, kv_stop, offset = place
     pairs, mod = mask
-    visible = is_visible(q_pos, kv_pos, kv_start, kv_stop, left, right, offset) & (q_pos < len_q)
+    visible = is_visible(q_pos, kv_pos, kv_start, kv_stop, left, right, offset)
     if len(pairs) > 0:
         visible = visible & (load_pairs(pairs, q_pos, kv_pos, len_q, False) != 0)
     if len(mod) > 0:
