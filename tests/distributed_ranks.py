@@ -137,10 +137,10 @@ def check(spread: Spread, mesh: DeviceMesh) -> None:
     )
     torch.autograd.backward((out, lse), (d_out, d_lse))
     grads = (x.grad for x in (q, k, v))
-    whole = [unsplit(x, mesh, dim=dim, order=spread.order) for x in (out, *grads) if x is not None]
+    whole_out, dq, dk, dv = (unsplit(x, mesh, dim=dim, order=spread.order) for x in (out, *grads) if x is not None)
     whole_lse = unsplit(lse, mesh, dim=lse.ndim - 1, order=spread.order)
     if dist.get_rank() == 0:  # all ranks have the whole by now; one judge is enough
-        testing.check(testing.Results(whole[0], whole_lse, *whole[1:]), call)
+        testing.check(testing.Results(whole_out, whole_lse, dq, dk, dv), call)
 
 
 def options(**given: object) -> Options:

@@ -150,7 +150,8 @@ def test_dropout_keeps_the_same_pairs_as_the_torch_engine_in_both_passes(name: s
 
 
 def assert_same(got: Results, want: Results) -> None:
-    for name, ours, theirs in zip(Results._fields, got, want, strict=True):
+    assert (got.dtensors, want.dtensors) == ((), ())
+    for name, ours, theirs in zip(Results._fields[:-1], got[:-1], want[:-1], strict=True):
         if ours is not None and theirs is not None:
             assert torch.equal(ours, theirs), name
 

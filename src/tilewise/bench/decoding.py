@@ -17,7 +17,7 @@ from tilewise.backends import torch_cache
 from tilewise.problem.cache import CacheOptions, CacheTensors, describe_cache
 from tilewise.problem.mask import Align
 from tilewise.problem.problem import Options, Spec, Tensors
-from tilewise.testing import Call, Error, Results, error, oracle, yardstick
+from tilewise.testing import Call, Error, Results, error, oracle, spread, yardstick
 
 INT8_RANGE, FP8_RANGE = 100.0, 8.0  # what the numbers in a quantised cache reach
 
@@ -197,10 +197,10 @@ class Drawn:
         q, _ = torch_cache.append(describe_cache(specs, self.case.options), after.tensors)
         return q, after
 
-    def right(self) -> tuple[Results, Results]:
-        """Compute what the call must give, and what its dtype may lose, from caches that hold the new tokens."""
+    def right(self) -> tuple[Results, Results, torch.Tensor]:
+        """Compute what the call must give, what its dtype may lose, and `spread`, from caches that hold the new tokens."""
         q, after = self.written()
-        wide, narrow = [], []
+        wide, narrow, spreads = [], [], []
         for sequence, (start, stop) in enumerate(after.held()):
             row = slice(sequence, sequence + 1)
             k, v = (after.read(name, sequence, stop) for name in ("k", "v"))
@@ -215,7 +215,8 @@ class Drawn:
             )  # fmt: skip
             wide.append(oracle(call.to(torch.float64), gradients=False))
             narrow.append(yardstick(call.to(q.dtype), gradients=False))
-        return _stacked(wide), _stacked(narrow)
+            spreads.append(spread(call))
+        return _stacked(wide), _stacked(narrow), torch.cat(spreads)
 
     def _dense_options(self) -> Options:
         given = self.case.options
@@ -234,11 +235,11 @@ class Drawn:
 
     def judge(self, out: torch.Tensor, lse: torch.Tensor) -> dict[str, Error]:
         """Measure the results of a call that was run on a copy of this one."""
-        ref, low = self.right()
+        ref, low, sums = self.right()
         eps = torch.finfo(out.dtype).eps, torch.finfo(lse.dtype).eps
         return {
             "out": error(out.transpose(1, 2), ref.out, low.out, eps[0]),
-            "lse": error(lse, ref.lse, low.lse, eps[1]),
+            "lse": error(lse, ref.lse, low.lse, eps[1], spread=sums),
         }
 
     def check(self, backend: str | None) -> dict[str, Error]:

@@ -170,8 +170,8 @@ def metric_names(text: str) -> list[str]:
 def parse_csv(text: str) -> list[tuple[str, dict[str, float]]]:
     """Read kernels' names and sums, in bytes, seconds or counts, from what ``ncu --csv --page raw`` printed.
 
-    Columns of other kinds, such as a launch's sizes, stand among them in units of their own. Lines that are no table (the tool's own messages, a program's output) are passed over. Values that are no number
-    ("n/a") are left out.
+    Columns of other kinds, such as a launch's sizes, stand among them in units of their own. Lines that are no table
+    (the tool's own messages, a program's output) are passed over. Values that are no number ("n/a") are left out.
 
     Raises:
         CountersError: a unit that is not known.
