@@ -198,7 +198,7 @@ class Drawn:
         return q, after
 
     def right(self) -> tuple[Results, Results, torch.Tensor]:
-        """Compute what the call must give, what its dtype may lose, and `spread`, from caches that hold the new tokens."""
+        """Compute what the call must give, what its dtype may lose and `spread`, with the new tokens in the caches."""
         q, after = self.written()
         wide, narrow, spreads = [], [], []
         for sequence, (start, stop) in enumerate(after.held()):
