@@ -37,8 +37,7 @@ ROWS = (
     ("dispatch",),
     ("reference",),
     ("backends",),
-    ("mods",),
-    ("kernels",),
+    ("mods", "kernels"),
     ("machine",),
     ("problem",),
 )

@@ -370,14 +370,15 @@ class _Asked(NamedTuple):
 
     def launch(self, rows: int, heads: int, results: tuple[torch.Tensor, ...], *, fill: bool) -> None:
         """Run the kernel over all rows of tiles."""
-        from tilewise.backends.launch import Long, Parts, launch_named
+        from tilewise.backends.launch import Parts, launch_named
+        from tilewise.backends.triton_mods import tensor_parts
         from tilewise.kernels.share import written
         from tilewise.kernels.triton.block_lists import list_tiles
 
         device = results[0].device
         traced, tensors = self.traced(device)
         parts: Parts = (
-            tuple((x.to(device), *map(Long, x.stride()), *x.shape) for x in tensors),
+            tuple(tensor_parts(x.to(device)) for x in tensors),
             () if traced is None else traced.constants,
         )
         names = ("partial_place_ptr", "full_place_ptr", "partial_ptr", "full_ptr")

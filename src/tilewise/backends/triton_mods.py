@@ -71,11 +71,11 @@ def arguments(
     constants = () if mods.score is None else mods.score.constants
     mask_constants = () if mods.mask is None else mods.mask.constants
     parts: Parts = (
-        tuple(map(_tensor, captured.score)),
+        tuple(map(tensor_parts, captured.score)),
         constants,
-        tuple(map(_tensor, captured.mask)),
+        tuple(map(tensor_parts, captured.mask)),
         mask_constants,
-        (tuple(() if x is None else _tensor(x) for x in d_tensors), ((),) if scatter else ()),
+        (tuple(() if x is None else tensor_parts(x) for x in d_tensors), ((),) if scatter else ()),
         () if captured.blocks is None else _lists(mods, captured.blocks, by_key),
     )
     lists = mods.lists
@@ -86,6 +86,13 @@ def arguments(
         "LIST_KV": 0 if lists is None else lists.block_kv,
         "LIST_BARE": lists is None or lists.bare,
     }
+
+
+def tensor_parts(x: torch.Tensor) -> Parts:
+    """Give a tensor as functions take it: where it lies, its strides, its sizes."""
+    from tilewise.backends.launch import Long
+
+    return (x, *map(Long, x.stride()), *x.shape)
 
 
 def _functions(mods: Mods) -> dict[str, Jitted | None]:
@@ -99,13 +106,6 @@ def _functions(mods: Mods) -> dict[str, Jitted | None]:
         "SCORE_GRADIENT": None if gradient is None else written(gradient, "score_mod_gradient"),
         "MASK_MOD": None if mask is None else written(mask.source, "mask_mod"),
     }
-
-
-def _tensor(x: torch.Tensor) -> Parts:
-    """Give a tensor as functions take it: where it lies, its strides, its sizes."""
-    from tilewise.backends.launch import Long
-
-    return (x, *map(Long, x.stride()), *x.shape)
 
 
 def _lists(mods: Mods, blocks: Blocks, by_key: bool) -> Parts:
