@@ -41,14 +41,7 @@ from tilewise.kernels.gluon.schedule import (
     put_place,
     visited,
 )
-from tilewise.kernels.gluon.softmax import (
-    LOG2E,
-    finish_rows,
-    rows_see,
-    softmax_step,
-    to_rows_of,
-    unscaled,
-)
+from tilewise.kernels.gluon.softmax import LOG2E, finish_rows, rows_see, softmax_step, to_rows_of
 from tilewise.kernels.gluon.sync import (
     arrive,
     count,
@@ -222,9 +215,7 @@ def step(i, used, q, ring, lane, state, tile, score_with, MASKED: gl.constexpr, 
 
 
 @gluon.jit
-def last_values(
-    used, ring, lane, state, place, q_pos, lse_ptr, sinks, heads, total_q, score_with, PLAN: gl.constexpr
-):  # fmt: skip
+def last_values(used, ring, lane, state, place, q_pos, lse_ptr, sinks, heads, total_q, PLAN: gl.constexpr):
     """Add the last block's values, with lse in its shadow; give the finished tile of out, in float32."""
     B: gl.constexpr = barriers(PLAN)
     _, v_buffers = ring
@@ -236,8 +227,7 @@ def last_values(
         acc = acc * to_rows_of(rescale, acc)[:, None]
     wait(B.v_full + stage, (before // PLAN.stages) & 1, PLAN.bar_off)
     acc_begun = add_values(p, v_buffers, stage, acc, PLAN)
-    row_max, row_sum = rows
-    inverse, lse = finish_rows((unscaled(row_max, *score_with), row_sum), sink_of(sinks, sequence, head))
+    inverse, lse = finish_rows(rows, sink_of(sinks, sequence, head))
     if lse_ptr is not None:
         of_all = head if PLAN.packed else sequence * heads + head
         gl.store(lse_ptr + of_all.to(gl.int64) * total_q + (q_base + q_pos), lse, mask=q_pos < len_q)
@@ -317,7 +307,7 @@ def consume(out_map, lse_ptr, sinks, buffers, bars, work, band, score_with, G: g
             for i in range(left_masked, steps):
                 state = step(i, used, q, ring, lane, state, tile, score_with, True, G, PLAN)
                 used += 1
-        out = last_values(used, ring, lane, state, place, q_pos, lse_ptr, sinks, heads, len_q, score_with, PLAN)
+        out = last_values(used, ring, lane, state, place, q_pos, lse_ptr, sinks, heads, len_q, PLAN)
         # Out leaves through this tile's own buffer of q; where the next tile lies is asked meanwhile.
         out_buffers.index(buffer).reshape([GROUP_ROWS, PLAN.dim_v]).store(out.to(v_buffers.dtype))
         fence_async_shared()

@@ -9,6 +9,7 @@ product's accumulator: a thread holds block_kv / 4 columns of each of two rows, 
 import math
 
 from tilewise.kernels.gluon.compat import gl, gluon
+from tilewise.kernels.gluon.sync import apart_if_far
 
 LOG2E = gl.constexpr(math.log2(math.e))
 LN2 = gl.constexpr(math.log(2.0))
@@ -20,20 +21,21 @@ def softmax_step(score, state, how, MASKED: gl.constexpr, LAZY: gl.constexpr):
     """Take rows (row_max, row_sum) one tile of scores further; give p, the new rows and what acc must be multiplied by.
 
     ``state`` is () for rows that have seen nothing, and ``how`` (factor, softcap, NEGATIVE, seen, start): see
-    `scaled`, `finish_score` and `hide`. row_max counts in base 2, after scaling. row_sum is (64, 4), a part for each
+    `finish_score` and `hide`. row_max counts in base 2, after scaling. row_sum is (64, 4), a part for each
     lane: the four meet once, when the tile of queries is done.
     """
     factor, softcap, NEGATIVE, seen, start = how
     score = finish_score(score, softcap, NEGATIVE)
     if MASKED:
         score = hide(score, seen, start)
-    row_max_new = scaled(largest(score), factor, softcap)
+    row_max_new = largest(score) * factor
     if len(state) > 0:
         row_max_new = moved(state[0], row_max_new, LAZY)
     anchor = row_max_new
     if MASKED:
         anchor = gl.where(row_max_new == -float("inf"), 0.0, row_max_new)
-    p = gl.exp2(score * factor_at(anchor, factor, softcap)[:, None] - anchor[:, None])
+    score, near = (score, anchor) if len(softcap) > 0 else apart_if_far(score, factor, anchor)
+    p = gl.exp2(score * factor - near[:, None])
     row_sum = sum_of_lane(p)
     if len(state) > 0:
         rescale = gl.exp2(state[0] - anchor)
@@ -41,50 +43,6 @@ def softmax_step(score, state, how, MASKED: gl.constexpr, LAZY: gl.constexpr):
     else:
         rescale = gl.full_like(anchor, 1.0)
     return p, (row_max_new, row_sum), rescale
-
-
-# ---- scores that are far out ----------------------------------------------------------------------------------------
-#
-# ``score * factor - anchor`` is rounded once, and the anchor was rounded before: the largest score's difference is not
-# 0 but half a unit in the anchor's last place. A common factor of all p, it cancels against row_sum, until exp2
-# overflows: from 2**30 on. There a power of two takes the factor's place, by which products are exact. So the largest
-# score gives p = 1, and all others 0, as they should: the next number that float32 has lies 64 or more below. A softcap
-# keeps scores near, and has no factor.
-
-FAR = gl.constexpr(2.0**30)
-
-
-@gluon.jit
-def power_above(factor):
-    """Give the power of two that is next to a positive factor, upwards: made where it is used, it takes no register."""
-    return ((factor.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def scaled(row_max, factor, softcap):
-    """Scale row_max to base 2, by what fits it."""
-    near = row_max * factor
-    if len(softcap) == 0:
-        near = gl.where(gl.abs(near) > FAR, row_max * power_above(factor), near)
-    return near
-
-
-@gluon.jit
-def factor_at(anchor, factor, softcap):
-    """Give each row the factor that its anchor was scaled by."""
-    if len(softcap) == 0:
-        factors = gl.where(gl.abs(anchor) > FAR, power_above(factor), factor)
-    else:
-        factors = gl.full_like(anchor, 1.0)
-    return factors
-
-
-@gluon.jit
-def unscaled(row_max, factor, softcap):
-    """Give row_max as scaled by the factor alone: what lse reports."""
-    if len(softcap) == 0:
-        row_max = gl.where(gl.abs(row_max) > FAR, row_max * (factor / power_above(factor)), row_max)
-    return row_max
 
 
 @gluon.jit
