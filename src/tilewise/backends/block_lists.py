@@ -233,10 +233,10 @@ class Blocks:
 
         Beyond 64 rows or columns a sign stands for a group of tiles, partial unless all of them are empty or full.
 
-        >>> blocks = Blocks.of(lambda batch, head, q_pos, kv_pos: kv_pos < 16384, len_q=32768, len_kv=32768)
+        >>> blocks = Blocks.of(lambda batch, head, q_pos, kv_pos: kv_pos < 8192, len_q=16384, len_kv=16384)
         >>> print(blocks.draw()[:160])
-        32768 queries x 32768 keys in tiles of 128 x 128: 32768 full (#), 0 partial (+), 32768 empty (.)
-        each sign is 4 x 4 tiles
+        16384 queries x 16384 keys in tiles of 128 x 128: 8192 full (#), 0 partial (+), 8192 empty (.)
+        each sign is 2 x 2 tiles
         ################################......
         """
         kinds = self.kinds[batch_index if self.batch > 1 else 0, head_index if self.heads > 1 else 0].cpu()
