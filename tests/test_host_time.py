@@ -105,6 +105,42 @@ def test_each_call_is_given_the_addresses_of_its_own_tensors(driver: Recorder) -
 
 
 @pytest.mark.compile
+def test_each_backward_pass_is_given_the_addresses_of_its_own_tensors(driver: Recorder) -> None:
+    # The first call's q, k and v are one tensor: what was settled for it must tell them apart all the same.
+    def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[list[int], list[torch.Tensor]]]:
+        out = tilewise.attention(q, k, v, causal=True, backend=NAME)
+        leaves, d_out = [q, k, v] if q is not k else [q], torch.randn_like(out)
+        start = len(driver.launches)
+        grads = torch.autograd.grad(out, leaves, d_out)
+        given = [[int.from_bytes(x, "little") for x in read[:11]] for _, _, read in driver.launches[start:]]
+        return [(addresses, [*leaves, d_out, *grads]) for addresses in given]
+
+    gradients(*[half(1, 4, 64, 64).requires_grad_()] * 3)
+    bindings = launch._default.bindings if launch._default else 0
+    over_rows, over_keys, over_queries = gradients(*(half(1, 4, 64, 64).requires_grad_() for _ in range(3)))
+    for (addresses, (q, k, v, d_out, dq, dk, dv)), own in (
+        (over_rows, []), (over_keys, ["dk", "dv"]), (over_queries, ["dq"]),
+    ):  # fmt: skip
+        there = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk, "dv": dv}
+        expected = [d_out, *([] if own == [] else [q, k, v]), *(there[name] for name in own)]
+        assert {x.data_ptr() for x in expected} <= set(addresses)
+    assert launch._default is not None
+    assert launch._default.bindings == bindings, "nothing is compiled anew"
+
+
+@pytest.mark.compile
+def test_a_backward_pass_like_an_earlier_one_lays_nothing_out(driver: Recorder) -> None:
+    q = half(1, 4, 64, 64).requires_grad_()
+    out = tilewise.attention(q, q, q, causal=True, backend=NAME)
+    d_out = torch.randn_like(out)
+    with torch.autograd.set_multithreading_enabled(False):
+        torch.autograd.grad(out, q, d_out, retain_graph=True)
+        entered = functions_entered(lambda: torch.autograd.grad(out, q, d_out, retain_graph=True))
+    assert "differentiate" in entered
+    assert not {"feature_arguments", "launch_named", "prepare_named"} & set(entered)
+
+
+@pytest.mark.compile
 def test_tensors_that_begin_elsewhere_take_the_other_kernel_and_the_first_again(driver: Recorder) -> None:
     room = half(1, 4, 64, 65).flatten()
     aligned, odd = (room[start : start + 4 * 64 * 64].view(1, 4, 64, 64) for start in (0, 1))

@@ -21,7 +21,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import compute_cache_key, create_function_from_signature
 
 from tilewise.backends import compile as compiling
-from tilewise.backends import triton_portable
+from tilewise.backends import triton_backward, triton_launch, triton_portable
 from tilewise.backends.launch import POINTERS, SCALARS
 from tilewise.kernels.share import Jitted
 from tilewise.machine.device import Capability, target_name
@@ -45,7 +45,7 @@ class Launch(NamedTuple):
     """What the backend asked to be launched."""
 
     kernel: Jitted
-    arguments: Mapping[str, triton_portable.Argument]
+    arguments: Mapping[str, triton_launch.Argument]
     tiles: Tiles
 
 
@@ -57,15 +57,16 @@ def launches(call: Call, capability: Capability, monkeypatch: pytest.MonkeyPatch
     caught: dict[str, Launch] = {}
 
     def catch(
-        kernel: Jitted, _: tuple[int, int], arguments: triton_portable.Arguments, tiles: Tiles, *__: object
+        kernel: Jitted, _: tuple[int, int], arguments: triton_launch.Arguments, tiles: Tiles, *__: object
     ) -> None:
         name = compiling.compiled_kernel(kernel).__name__
         caught[f"{name}, dv" if name in caught else name] = Launch(
             kernel, {label: arguments[label] for label in kernel.arg_names}, tiles
         )
 
-    monkeypatch.setattr(triton_portable, "_launch", catch)
-    monkeypatch.setattr(triton_portable, "_prepare", lambda *_: None)
+    for module in (triton_portable, triton_backward):
+        monkeypatch.setattr(module, "launch", catch)
+        monkeypatch.setattr(module, "prepare_launch", lambda *_: None)
     monkeypatch.setattr(triton_portable, "_capability", lambda _: capability)
     problem, tensors = call.described()
     out, lse = triton_portable.forward(problem, tensors)

@@ -118,17 +118,20 @@ def _lists(mods: Mods, blocks: Blocks, by_key: bool) -> Parts:
     return (*rows, *strides)
 
 
-def pointers(captured: Captured) -> tuple[torch.Tensor, ...]:
-    """List the tensors in the ``mods`` of a forward pass, in their order."""
+def pointers(captured: Captured, *, by_key: bool = False, scatter: bool = False) -> tuple[torch.Tensor, ...]:
+    """List the tensors in the ``mods`` of a launch, in their order; options as in `arguments`."""
     blocks = captured.blocks
-    return (*captured.score, *captured.mask, *(() if blocks is None else blocks.by_query))
+    lists = () if blocks is None else blocks.by_key if by_key else blocks.by_query
+    into = (x for x in captured.gradients if x is not None) if scatter else ()
+    return (*captured.score, *captured.mask, *into, *lists)
 
 
-def pointer_names(captured: Captured) -> list[str]:
+def pointer_names(captured: Captured, *, scatter: bool = False) -> list[str]:
     """Name them as a launch does: by their places."""
     lists = [] if captured.blocks is None else [f"mods.5.{place}" for place in range(4)]
     score, mask = (
         [f"mods.{part}.{x}.0" for x in range(count)]
         for part, count in ((0, len(captured.score)), (2, len(captured.mask)))
     )
-    return [*score, *mask, *lists]
+    into = [f"mods.4.0.{place}.0" for place, x in enumerate(captured.gradients) if x is not None] if scatter else []
+    return [*score, *mask, *into, *lists]
