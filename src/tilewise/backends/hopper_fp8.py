@@ -103,8 +103,8 @@ class Settings(NamedTuple):
 
 
 _TABLE = {
-    64: Settings(3, 4, 2, 160, 32, ping_pong=True, lazy=True, q_registers=False, soft_exp=8, schedule="static"),
-    128: Settings(2, 4, 2, 240, 24, ping_pong=True, lazy=True, q_registers=False, soft_exp=8, schedule="static"),
+    64: Settings(3, 4, 2, 160, 32, ping_pong=True, lazy=True, q_registers=True, soft_exp=16, schedule="static"),
+    128: Settings(2, 4, 2, 240, 24, ping_pong=True, lazy=True, q_registers=True, soft_exp=16, schedule="static"),
     256: Settings(2, 2, 1, 240, 24, ping_pong=False, lazy=True, q_registers=False, soft_exp=0, schedule="static"),
 }
 

@@ -89,10 +89,11 @@ def arguments(
 
 
 def tensor_parts(x: torch.Tensor) -> Parts:
-    """Give a tensor as functions take it: where it lies, its strides, its sizes."""
+    """Give a tensor as functions take it: where it lies, its strides, its sizes. Offsets in 32 bits are cheaper."""
     from tilewise.backends.launch import Long
 
-    return (x, *map(Long, x.stride()), *x.shape)
+    furthest = sum((size - 1) * abs(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (x, *map(Long if furthest >= 2**31 else int, x.stride()), *x.shape)
 
 
 def _functions(mods: Mods) -> dict[str, Jitted | None]:

@@ -107,7 +107,10 @@ class Writer:
         return self.pointers[site]
 
     def offset(self, site: int, tensor: int, tuples: str = "tensors") -> tuple[str, frozenset[str]]:
-        """Give the text of a load's offset. Negative indices count from the end; all are clamped."""
+        """Give the text of a load's offset. Negative indices count from the end; all are clamped.
+
+        Strides are 64-bit numbers where an offset may need it, and so is their product with an index then.
+        """
         rank = len(self.indices[site])
         terms = []
         for axis, node in enumerate(self.indices[site]):
@@ -118,7 +121,7 @@ class Writer:
             if not index.natural:
                 text = f"tl.maximum(tl.where({text} < 0, {text} + {size}, {text}), 0)"
             text = f"tl.minimum({text}, {size} - 1)"
-            terms.append((len(index.depends), f" + tl.cast({text}, tl.int64) * {stride}", index.depends))
+            terms.append((len(index.depends), f" + {text} * {stride}", index.depends))
         terms.sort(key=operator.itemgetter(0))  # what is the same for all pairs first: the tile grows as late as it can
         depends = frozenset().union(*(term[2] for term in terms))
         return "".join(term[1] for term in terms), depends
