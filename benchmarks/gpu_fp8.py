@@ -51,7 +51,7 @@ def exact(quantized: fp8.Quantized, causal: bool, align: str) -> tuple[torch.Ten
     ends = [[0, q.shape[2]], [0, k.shape[2]]]
     if quantized.cu_seqlens_q is not None and quantized.cu_seqlens_k is not None:
         ends = [quantized.cu_seqlens_q.tolist(), quantized.cu_seqlens_k.tolist()]
-    for q0, q1, k0, k1 in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=True):
+    for (q0, q1), (k0, k1) in zip(*map(itertools.pairwise, ends), strict=True):
         score = q[:, :, q0:q1] @ k[:, :, k0:k1].mT * q.shape[-1] ** -0.5
         if causal:
             offset = (k1 - k0) - (q1 - q0) if align == "bottom_right" else 0

@@ -433,12 +433,10 @@ def error(
         return Error(0.0, 0.0, 0.0, 0.0)
     err, err_low, size = (got - ref)[finite].abs(), (low - ref)[finite].abs(), ref[finite].abs()
     sums = torch.zeros_like(size) if spread is None else _finite(spread)[finite]
-    return Error(
-        max=err.max().item(),
-        mean=err.mean().item(),
-        max_budget=2 * err_low.max().item() + eps * ((2 + terms) * size.max() + sums.max()).item(),
-        mean_budget=1.5 * err_low.mean().item() + eps * ((1 + terms) * size.mean() + sums.mean()).item(),
-    )
+    most = 2 * err_low.max().item() + eps * ((2 + terms) * size.max() + sums.max()).item()
+    mean = 1.5 * err_low.mean().item() + eps * ((1 + terms) * size.mean() + sums.mean()).item()
+    # The mean of one number is its maximum, and has one bound.
+    return Error(err.max().item(), err.mean().item(), most, most if err.numel() == 1 else mean)
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
