@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tilewise.api import attention
 from tilewise.backends import block_lists
 from tilewise.backends.block_lists import EMPTY, FULL, PARTIAL, Blocks, TileLists
 from tilewise.lab.masks import SAMPLES, find
@@ -172,8 +173,9 @@ def window(size: int) -> Callable[..., Any]:
 
 
 def test_the_same_question_gets_the_same_lists() -> None:
-    first = Blocks.of(window(30), len_q=500, len_kv=500)
-    assert Blocks.of(window(30), len_q=500, len_kv=500) is first
+    mask = window(30)
+    first = Blocks.of(mask, len_q=500, len_kv=500)
+    assert Blocks.of(mask, len_q=500, len_kv=500) is first
     for other in (
         Blocks.of(window(31), len_q=500, len_kv=500),
         Blocks.of(window(30), len_q=501, len_kv=500),
@@ -183,7 +185,26 @@ def test_the_same_question_gets_the_same_lists() -> None:
         Blocks.of(window(30), len_q=500, len_kv=500, block_q=64),
         Blocks.of(window(30), len_q=500, len_kv=500, block_kv=64),
     ):
-        assert other is not first
+        assert other.by_query is not first.by_query
+
+
+def test_a_function_defined_anew_gets_the_same_lists_with_itself_beside_them() -> None:
+    first, mask = Blocks.of(window(30), len_q=500, len_kv=500), window(30)
+    again = Blocks.of(mask, len_q=500, len_kv=500)
+    assert again.by_query is first.by_query
+    assert again.by_key is first.by_key
+    assert again.mask_mod is mask
+
+
+def test_lists_made_in_inference_mode_serve_later_calls_with_gradients() -> None:
+    with torch.inference_mode():
+        made = Blocks.of(window(29), len_q=40, len_kv=40)
+        taken = Blocks.from_torch(create_block_mask(window(29), None, None, 40, 40, device="cpu"))
+    q = torch.randn(1, 1, 40, 8, requires_grad=True)
+    grads = [torch.autograd.grad(attention(q, q, q, blocks=x).sum(), q)[0] for x in (made, taken)]
+    want = torch.autograd.grad(attention(q, q, q, window=(29, 29)).sum(), q)[0]
+    for got in grads:
+        torch.testing.assert_close(got, want)
 
 
 def test_a_tensor_that_was_written_to_is_another_question() -> None:

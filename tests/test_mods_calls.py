@@ -71,6 +71,28 @@ def test_lists_bring_their_mask_along() -> None:
     torch.testing.assert_close(got, tilewise.attention(q, k, v, causal=True), rtol=0, atol=1e-13)
 
 
+def test_lists_go_with_a_mask_that_every_step_defines_anew_and_with_an_objects_method() -> None:
+    q, k, v = inputs(grad=False)
+
+    class Window:
+        def __init__(self) -> None:
+            self.width = 5
+
+        def mask(self, b: Any, h: Any, q_pos: Any, kv_pos: Any) -> Any:  # noqa: ARG002
+            return abs(q_pos - kv_pos) <= self.width
+
+    for _ in range(2):
+        near: Callable[..., torch.Tensor] = lambda b, h, q_pos, kv_pos: abs(q_pos - kv_pos) <= 5
+        want = tilewise.attention(q, k, v, window=(5, 5))
+        own = Window()
+        for mask in (near, own.mask):
+            got = tilewise.attention(q, k, v, mask_mod=mask, blocks=Blocks.of(mask, len_q=20, len_kv=20))
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
+    one, other = Window(), Window()
+    assert Blocks.of(one.mask, len_q=20, len_kv=20).mask_mod == one.mask
+    assert Blocks.of(other.mask, len_q=20, len_kv=20).mask_mod == other.mask
+
+
 def test_a_compiled_graph_breaks_before_the_call_and_goes_on_behind_it() -> None:
     q, k, v = (x.float() for x in inputs(grad=False))
     table = torch.rand(4)

@@ -102,7 +102,7 @@ def _checked(problem: Problem, asked: Asked) -> Asked:
         return asked
     if not isinstance(blocks, Blocks):
         raise mismatch("blocks must be a tilewise Blocks", kind(blocks), "Make one with Blocks.of or Blocks.from_torch")
-    if asked.mask_mod is not None and asked.mask_mod is not blocks.mask_mod:
+    if asked.mask_mod not in (None, blocks.mask_mod):  # by ==, since an object's method is another object each time
         raise fail(
             "blocks hold the mask_mod that they were made of", "another mask_mod beside them", "Leave mask_mod out"
         )

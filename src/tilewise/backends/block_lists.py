@@ -20,7 +20,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -176,7 +176,8 @@ class Blocks:
             kinds[:, :, -1] = kinds[:, :, -1].clamp(max=PARTIAL)
         if len_kv % block_kv:
             kinds[:, :, :, -1] = kinds[:, :, :, -1].clamp(max=PARTIAL)
-        return asked.blocks(batch, heads, _compressed(kinds))
+        with torch.inference_mode(False), torch.no_grad():  # a later call may save them for its gradients
+            return asked.blocks(batch, heads, _compressed(kinds))
 
     # ---- looked at ----
 
@@ -475,9 +476,12 @@ def _answered(asked: _Asked, batch: int, heads: int, device: torch.device) -> Bl
     key = asked.key(batch, heads, device, traced, tensors)
     found = _kept(key)
     if found is None:
-        found = asked.answer(batch, heads, device)
+        with torch.inference_mode(False), torch.no_grad():  # a later call may save them for its gradients
+            found = asked.answer(batch, heads, device)
         _keep(key, found, tensors)
-    return found
+    if found.mask_mod is asked.mask_mod and list(map(id, found.mask_tensors)) == list(map(id, asked.mask_tensors)):
+        return found
+    return replace(found, mask_mod=asked.mask_mod, mask_tensors=asked.mask_tensors)  # of the same lists
 
 
 def _keep(key: tuple[object, ...] | None, blocks: Blocks, tensors: tuple[torch.Tensor, ...]) -> None:
