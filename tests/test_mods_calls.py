@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +167,35 @@ def test_transforms_and_second_derivatives_are_refused() -> None:
         torch.func.vmap(attend)(torch.stack([q.detach(), q.detach()]))
     with pytest.raises(NotImplementedError, match="no second derivative"):
         torch.autograd.grad(attend(q).sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize("written", ["mask's tensor", "lists"])
+def test_what_a_mask_reads_must_not_be_written_to_before_the_gradients(written: str) -> None:
+    q, k, v = inputs()
+    document = torch.arange(20) // 7
+    same: Callable[..., torch.Tensor] = lambda b, h, q_pos, kv_pos: document[q_pos] == document[kv_pos]
+    blocks = Blocks.of(same, len_q=20, len_kv=20)
+    out = tilewise.attention(q, k, v, **({"mask_mod": same} if written == "mask's tensor" else {"blocks": blocks}))
+    (document if written == "mask's tensor" else blocks.by_key.partial).add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_what_a_mask_reads_is_freed_with_the_gradients() -> None:
+    q, k, v = inputs()
+
+    def attend() -> tuple[torch.Tensor, weakref.ref[torch.Tensor]]:
+        document = torch.arange(20) // 7
+        mask: Callable[..., torch.Tensor] = lambda b, h, q_pos, kv_pos, t: t[q_pos] == t[kv_pos]
+        return tilewise.attention(q, k, v, mask_mod=mask, mask_tensors=(document,)), weakref.ref(document)
+
+    out, alive = attend()
+    assert alive() is not None
+    out.sum().backward()
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(RuntimeError, match="second time"):
+        out.sum().backward()
 
 
 def test_numpy_computes_the_same_functions_tile_by_tile_forward_and_backward() -> None:

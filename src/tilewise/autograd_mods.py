@@ -16,7 +16,7 @@ import torch
 from tilewise import dispatch
 from tilewise.arguments import Asked, check_tensors, refuse_jvp
 from tilewise.autograd import DIFFERENTIABLE, N_TENSORS, plain, problem_for, spec_of
-from tilewise.backends.block_lists import Blocks
+from tilewise.backends.block_lists import Blocks, TileLists
 from tilewise.mods.trace import Traced, trace_mask, trace_score
 from tilewise.problem.checks import fail, kind, mismatch
 from tilewise.problem.mods import Captured, Lists, Mods, ModTensors, captured_of
@@ -204,6 +204,27 @@ def buffers(problem: Problem, score: Sequence[torch.Tensor], wanted: Sequence[bo
     return tuple(torch.zeros(x.shape, dtype=wide, device=x.device) if want else None for x, want in pairs)
 
 
+def _apart(captured: Captured) -> tuple[Captured, tuple[torch.Tensor, ...]]:
+    """Take the tensors of the mask and of the lists out, for autograd to keep: it sees when they are written to.
+
+    What is left holds no tensors: the functions that ran take them as arguments.
+    """
+    blocks = captured.blocks
+    if blocks is None:
+        return captured._replace(score=(), mask=()), captured.mask
+    nothing = TileLists(*(blocks.by_query.partial.new_empty(0),) * 4)
+    bare = replace(blocks, by_query=nothing, by_key=nothing, mask_mod=None, mask_tensors=())
+    return captured._replace(score=(), mask=(), blocks=bare), (*blocks.by_query, *blocks.by_key, *captured.mask)
+
+
+def _together(bare: Captured, kept: Sequence[torch.Tensor]) -> Captured:
+    """Put back what `_apart` took out."""
+    if bare.blocks is None:
+        return bare._replace(mask=tuple(kept))
+    blocks = replace(bare.blocks, by_query=TileLists(*kept[:4]), by_key=TileLists(*kept[4:8]))
+    return bare._replace(blocks=blocks, mask=tuple(kept[8:]))
+
+
 class _WithMods(torch.autograd.Function):
     """The call as autograd sees it."""
 
@@ -214,9 +235,11 @@ class _WithMods(torch.autograd.Function):
         """Run, and keep what the gradients need."""
         out, lse = dispatch.forward(problem, together, backend)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*flat, out, lse)  # type: ignore[arg-type]  # None is allowed
         captured = captured_of(together)
-        ctx.call = problem, backend, captured, wants(problem, captured)  # type: ignore[attr-defined]
+        bare, beside = _apart(captured)
+        ctx.save_for_backward(*flat, out, lse, *beside)  # type: ignore[arg-type]  # None is allowed
+        ctx.call = problem, backend, bare, wants(problem, captured)  # type: ignore[attr-defined]
+        ctx.flat = len(flat)  # type: ignore[attr-defined]
         return out, lse
 
     @staticmethod
@@ -230,18 +253,19 @@ class _WithMods(torch.autograd.Function):
                 "what the functions do as bias= and mask="
             )
         saved: tuple[torch.Tensor | None, ...] = ctx.saved_tensors  # type: ignore[attr-defined]
-        problem, backend, captured, wanted = ctx.call  # type: ignore[attr-defined]
-        found: list[torch.Tensor | None] = [None] * (len(saved) - 2)
+        problem, backend, bare, wanted = ctx.call  # type: ignore[attr-defined]
+        flat: int = ctx.flat  # type: ignore[attr-defined]
+        found: list[torch.Tensor | None] = [None] * flat
         if d_out is None and d_lse is None:
             return None, None, None, *found
-        score = cast("tuple[torch.Tensor, ...]", saved[N_TENSORS:-2])
+        score = cast("tuple[torch.Tensor, ...]", saved[N_TENSORS:flat])
+        out, lse, *beside = cast("tuple[torch.Tensor, ...]", saved[flat:])
         into = buffers(problem, score, wanted)
         tensors = ModTensors.of(
             Tensors(*saved[:N_TENSORS]),  # type: ignore[arg-type]  # q, k and v are there
-            captured._replace(score=score, gradients=into),
+            _together(bare, beside)._replace(score=score, gradients=into),
         )
         needs = Needs(*(bool(ctx.needs_input_grad[3 + place]) for place in DIFFERENTIABLE))  # type: ignore[attr-defined]
-        out, lse = cast("tuple[torch.Tensor, torch.Tensor]", saved[-2:])
         grads = dispatch.backward(problem, tensors, out, lse, d_out, d_lse, needs, backend)
         for place, needed, gradient in zip(DIFFERENTIABLE, needs, grads, strict=True):
             found[place] = gradient if needed else None
