@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import tilewise
 from tilewise import mods, reference
@@ -179,6 +180,30 @@ def test_what_a_mask_reads_must_not_be_written_to_before_the_gradients(written: 
     (document if written == "mask's tensor" else blocks.by_key.partial).add_(0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_a_bias_gets_its_gradient_beside_lists_of_its_mask_alone_and_not_beside_others() -> None:
+    q, k, v = inputs()
+    bias = torch.zeros(20, 20, dtype=torch.float64, requires_grad=True)
+    blocks = Blocks.of(SEE, len_q=20, len_kv=20)
+    got = torch.autograd.grad(tilewise.attention(q, k, v, bias=bias, blocks=blocks).square().sum(), bias)
+    want = torch.autograd.grad(tilewise.attention(q, k, v, bias=bias, causal=True).square().sum(), bias)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    listed = Blocks.from_torch(create_block_mask(SEE, None, None, 20, 20, device="cpu"))
+    with pytest.raises(ValueError, match=r"bias gets no gradient beside lists .* Make them with Blocks\.of"):
+        tilewise.attention(q, k, v, bias=bias, blocks=listed)
+    alone = tilewise.attention(q, k, v, bias=bias.detach(), blocks=listed)
+    torch.testing.assert_close(alone, tilewise.attention(q, k, v, causal=True), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_captured_tensor_without_elements_is_refused_unless_no_pair_asks_for_it(grad: bool) -> None:
+    nothing = torch.zeros(0, 4, dtype=torch.float64)
+    add: Callable[..., torch.Tensor] = lambda s, b, h, q_pos, kv_pos: s + nothing[kv_pos, h]
+    with pytest.raises(ValueError, match=r"score_tensors\[0\] must have an element to read; got shape \(0, 4\)"):
+        tilewise.attention(*inputs(grad=grad), score_mod=add)
+    q, k, v = inputs(grad=grad)
+    assert tilewise.attention(q, k[:, :, :0], v[:, :, :0], score_mod=add).abs().sum() == 0
 
 
 def test_what_a_mask_reads_is_freed_with_the_gradients() -> None:

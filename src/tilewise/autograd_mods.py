@@ -50,12 +50,7 @@ def _run(tensors: Tensors, options: Options, asked: Asked) -> OutAndPerhapsLse:
     if in_transform() or not all(x is None or type(x) in ORDINARY for x in everything):
         raise NotImplementedError(f"attention with a score_mod or mask_mod takes ordinary tensors alone. {ALONE}")
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, *captured.score)):
-        if options.deterministic and any(wants(problem, captured)):
-            raise fail(
-                "deterministic=True cannot sum the gradients of a score_mod's tensors, which atomic additions gather",
-                "a score tensor with requires_grad=True",
-                "Detach it, pass what it adds as bias=, or leave deterministic False",
-            )
+        _check_gradients(problem, tensors, options, captured)
         out, lse = _WithMods.apply(problem, together, options.backend, *tensors, *captured.score)  # type: ignore[no-untyped-call]
         return out, lse
     like = problem, options.backend
@@ -132,6 +127,23 @@ def _band(problem: Problem) -> tuple[int | None, int | None, int]:
     return band.left, band.right, 0 if band.is_open else band.offset(problem.len_q, problem.len_kv)
 
 
+def _check_gradients(problem: Problem, tensors: Tensors, options: Options, captured: Captured) -> None:
+    """Refuse gradients that no kernel sums as asked, before anything is launched."""
+    if options.deterministic and any(wants(problem, captured)):
+        raise fail(
+            "deterministic=True cannot sum the gradients of a score_mod's tensors, which atomic additions gather",
+            "a score tensor with requires_grad=True",
+            "Detach it, pass what it adds as bias=, or leave deterministic False",
+        )
+    bias, blocks = tensors.bias, captured.blocks
+    if bias is not None and bias.requires_grad and blocks is not None and not blocks.of_mask:
+        raise fail(
+            "bias gets no gradient beside lists of tiles that may say more than their mask_mod",
+            "a bias with requires_grad=True and blocks of a BlockMask",
+            "Make them with Blocks.of(mask_mod), or add the bias in a score_mod, as one of score_tensors",
+        )
+
+
 # ---- as a problem ----------------------------------------------------------------------------------------------------
 
 _problems: dict[object, Problem] = {}
@@ -161,7 +173,7 @@ def _described(base: Problem, tensors: Tensors, asked: Asked) -> tuple[Problem, 
     key = (base, *_identity(score), *_identity(mask), lists, tuple(specs.items()))
     problem = _problems.get(key)
     if problem is None:
-        _check_devices(base, specs)
+        _check_captured(base, specs)
         if len(_problems) >= _PROBLEMS_KEPT:
             _problems.clear()
         problem = _problems[key] = replace(base, mods=Mods(score, mask, lists), specs={**base.specs, **specs})
@@ -181,10 +193,13 @@ def _lists_of(problem: Problem, blocks: Blocks) -> Lists:
     return Lists(*sizes, bare)
 
 
-def _check_devices(problem: Problem, specs: dict[str, Spec]) -> None:
+def _check_captured(problem: Problem, specs: dict[str, Spec]) -> None:
+    pairs = problem.batch * problem.heads_q * problem.total_q * problem.total_kv
     for name, spec in specs.items():
         if spec.device != problem.device:
             raise fail(f"{name} must be on q's device {problem.device}", spec.device, "Move it with .to(q.device)")
+        if pairs and 0 in spec.shape:
+            raise fail(f"{name} must have an element to read", f"shape {spec.shape}", "Leave it out of the function")
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------

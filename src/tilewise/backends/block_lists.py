@@ -71,6 +71,7 @@ class Blocks:
         mask_mod, mask_tensors: what is asked within a partial tile; None = it is visible, as far as it lies inside the
             lengths and the band.
         left, right, offset: the band that the lists contain; see `tilewise.problem.blocks`.
+        of_mask: mask_mod alone made the lists; else they may say more than it.
 
     A tile that reaches beyond the lengths or the band is partial at most. Two Blocks are equal if they are the same.
     """
@@ -88,6 +89,7 @@ class Blocks:
     left: int | None = None
     right: int | None = None
     offset: int = 0
+    of_mask: bool = False
 
     @staticmethod
     def of(
@@ -177,7 +179,7 @@ class Blocks:
         if len_kv % block_kv:
             kinds[:, :, :, -1] = kinds[:, :, :, -1].clamp(max=PARTIAL)
         with torch.inference_mode(False), torch.no_grad():  # a later call may save them for its gradients
-            return asked.blocks(batch, heads, _compressed(kinds))
+            return replace(asked.blocks(batch, heads, _compressed(kinds)), of_mask=False)
 
     # ---- looked at ----
 
@@ -320,7 +322,7 @@ class _Asked(NamedTuple):
         return Blocks(
             batch, heads, self.len_q, self.len_kv, self.block_q, self.block_kv,
             by_query, _transposed(by_query, *tiles),
-            self.mask_mod, self.mask_tensors, self.left, self.right, self.offset,
+            self.mask_mod, self.mask_tensors, self.left, self.right, self.offset, of_mask=True,
         )  # fmt: skip
 
     def told_apart(self, batch: int, heads: int, device: torch.device) -> tuple[int, int]:
