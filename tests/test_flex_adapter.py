@@ -226,6 +226,28 @@ def test_a_block_mask_of_pytorch_is_taken_once_until_it_changes() -> None:
     assert third.by_query.partial.numel() == 0
 
 
+def test_other_tensors_of_the_same_version_are_another_block_mask() -> None:
+    block_mask = theirs.create_block_mask(causal, None, None, LEN, LEN, device="cpu")
+    first = adapter._blocks(block_mask)
+    assert first is not None
+    block_mask.kv_num_blocks = torch.zeros_like(block_mask.kv_num_blocks)
+    second = adapter._blocks(block_mask)
+    assert second is not None
+    assert first.by_query.partial.numel() > second.by_query.partial.numel() == 0
+
+
+def test_a_block_mask_made_in_inference_mode_serves_there_and_later_with_gradients() -> None:
+    q, k, v = inputs()
+    with torch.inference_mode():
+        block_mask = theirs.create_block_mask(causal, None, None, LEN, LEN, device="cpu")
+        assert close(flex_attention(q, k, v, None, block_mask), formula(q, k, v, None, causal)[0])
+        assert adapter._blocks(block_mask) is adapter._blocks(block_mask)
+    q = q.clone().requires_grad_()
+    (got,) = torch.autograd.grad(flex_attention(q, k, v, None, block_mask).sum(), q)
+    (want,) = torch.autograd.grad(formula(q, k, v, None, causal)[0].sum(), q)
+    assert close(got, want)
+
+
 def test_lists_made_by_hand_count_whatever_the_function_says() -> None:
     """As in PyTorch's compiled kernels: tiles that are not listed are hidden, full ones are not asked about."""
     number = torch.tensor([[[1, 1, 1, 1, 1]]], dtype=torch.int32)

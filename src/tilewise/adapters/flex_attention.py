@@ -189,8 +189,9 @@ def create_block_mask(
     )
 
 
-# Lists taken from a BlockMask, beside the function and the versions of the tensors that it had then.
-_taken: WeakKeyDictionary[theirs.BlockMask, tuple[tuple[object, ...], Blocks]] = WeakKeyDictionary()
+# Lists taken from a BlockMask, beside the function and the versions of the tensors that it had then; and these tensors,
+# since while they live no other gets the id of one of them.
+_taken: WeakKeyDictionary[theirs.BlockMask, tuple[tuple[object, ...], Blocks, object]] = WeakKeyDictionary()
 
 
 @torch.compiler.disable(reason="tilewise: it makes lists of tiles, so the graph breaks here")  # type: ignore[untyped-decorator]
@@ -205,9 +206,13 @@ def _blocks(block_mask: theirs.BlockMask | Blocks | None) -> Blocks | None:
     lists = (
         block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices,
     )  # fmt: skip
-    versions = (x._version for x in lists if x is not None)  # noqa: SLF001 - torch has no public name for it
-    state = (block_mask.mask_mod, *versions)
+    state = (block_mask.mask_mod, *((id(x), _version(x)) for x in lists))
     known = _taken.get(block_mask)
     if known is None or known[0] != state:
-        known = _taken[block_mask] = state, Blocks.from_torch(block_mask)
+        known = _taken[block_mask] = state, Blocks.from_torch(block_mask), lists
     return known[1]
+
+
+def _version(x: torch.Tensor | None) -> int | None:
+    """Count how often a tensor was written to; None for one of inference mode, which does not know."""
+    return None if x is None or x.is_inference() else x._version  # noqa: SLF001 - torch has no public name for it
