@@ -170,6 +170,20 @@ def in_place(score, batch, head, q_pos, kv_pos, table):  # type: ignore[no-untyp
     return score.mul_(2).neg_()
 
 
+def buckets(width: int, height: float) -> Function:
+    """Whole quotients, which come out one too small where 41 * (1 / 41) does."""
+
+    def score_mod(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
+        captured = torch.floor(q_pos * 41 / width) + (kv_pos * 47 / height).long()
+        written = torch.floor(q_pos * 55 / 55) + (kv_pos * 61 / 61.0).int() + torch.floor(kv_pos / 8)
+        float_rules = q_pos * 41.0 // width + kv_pos * 47.0 % height
+        between = torch.floor((q_pos + 1) * (kv_pos + 1) / (kv_pos + 1))
+        cut = torch.div(q_pos * -41.0, 41, rounding_mode="trunc")
+        return score / 3 + score / (kv_pos + 1) + captured + written + float_rules + between + cut
+
+    return score_mod
+
+
 class Example(NamedTuple):
     """A score and its tensors."""
 
@@ -180,11 +194,14 @@ class Example(NamedTuple):
 EXAMPLES = {
     "arithmetic": Example(lambda s, b, h, q, kv: -(s * 2 - 1) / 3 + q - kv * 0.5 + (b + 1) / (h + 2)),
     "integer division": Example(integer_division),
+    "buckets of positions": Example(buckets(41, 47.0)),
+    "division by zero, not chosen": Example(lambda s, b, h, q, kv: mods.where(q < 99, s, (q + 1) / 0.0)),
     "functions of real numbers": Example(functions_of_real_numbers),
     "powers": Example(powers),
     "functions of torch": Example(from_torch),
     "choices": Example(choices),
     "nothing of the score": Example(lambda s, b, h, q, kv: 0.25 * q),
+    "nothing of the score but of a tensor": Example(lambda s, b, h, q, kv, t: t[b, q] * 0.5, (TABLE,)),
     "a number": Example(lambda s, b, h, q, kv: s.new_tensor(0.5)),
     "a slope for each head": Example(lambda s, b, h, q, kv, t: s * t[h] - t[h] * abs(q - kv), (SLOPES,)),
     "a number of no axis": Example(lambda s, b, h, q, kv, t: s * t, (torch.tensor(1.5),)),
@@ -213,6 +230,7 @@ EXAMPLES = {
 @pytest.mark.interpreter
 @interpreted
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
 @pytest.mark.parametrize("transposed", [False, True], ids=["tile", "transposed"])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_score_in_a_kernel_is_the_function_itself_forward_and_backward(name: str, transposed: bool) -> None:

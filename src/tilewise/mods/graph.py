@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tilewise.mods.capture import Function, Number, fits_int32, is_number, rebuild
-from tilewise.mods.operations import Refusal, operation_name
+from tilewise.mods.values import Refusal, operation_name
 
 Index: TypeAlias = "torch.Tensor | int"
 Results: TypeAlias = "tuple[object, list[object], list[list[object]]]"

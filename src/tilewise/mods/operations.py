@@ -11,104 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import fx
 
+from tilewise.mods.values import Of, Refusal, Value, cast, common_type, inputs, literal, made, result_type
 
-class Refusal(Exception):  # noqa: N818 - not an error by itself: the caller makes it one, or tries another way
-    """Why a function cannot be translated, to be read after "the function"."""
-
-
-class Value(NamedTuple):
-    """A piece of source text and what is known of it."""
-
-    text: str
-    dtype: torch.dtype
-    depends: frozenset[str]  # on "q", on "kv": the axes of its tile
-    natural: bool  # an integer that is never negative
-    number: int | float | None  # if it is a literal
-    settle: Callable[[], int | float] | None = None  # of a runtime constant: its number, to stand in the source instead
-
-
-Of = Callable[[object], Value]
 Write = Callable[[Of, fx.Node], Value]
-
-
-def literal(number: bool | float) -> Value:
-    """Write a number."""
-    if isinstance(number, bool):
-        return Value(str(number), torch.bool, frozenset(), True, number)
-    if isinstance(number, int):
-        dtype = torch.int32 if -(2**31) <= number < 2**31 else torch.int64
-        return Value(str(number) if number >= 0 else f"({number})", dtype, frozenset(), number >= 0, number)
-    text = repr(number) if math.isfinite(number) else f'float("{number}")'
-    return Value(f"({text})" if text.startswith("-") else text, torch.float32, frozenset(), False, number)
-
-
-def cast(value: Value, dtype: torch.dtype) -> Value:
-    """Convert a value, if it needs that. All float types are float32 here."""
-    if dtype.is_floating_point:
-        if value.dtype.is_floating_point:
-            return value
-        if value.number is not None:
-            return literal(float(value.number))
-        return value._replace(text=f"tl.cast({value.text}, tl.float32)", dtype=torch.float32, natural=False)
-    if dtype is torch.bool:
-        if value.number is not None:
-            return literal(bool(value.number))
-        return value if value.dtype is torch.bool else value._replace(text=f"({value.text} != 0)", dtype=torch.bool)
-    dtype = torch.int64 if dtype is torch.int64 else torch.int32
-    if value.dtype is dtype:
-        return value
-    if value.number is not None:
-        return literal(int(value.number))._replace(dtype=dtype)
-    if value.dtype is torch.int32:  # widens by itself
-        return value._replace(dtype=dtype)
-    return value._replace(text=f"tl.cast({value.text}, tl.{str(dtype)[6:]})", dtype=dtype)
-
-
-def operation_name(node: fx.Node) -> str:
-    """Give the name of the operation that a node calls, whatever its overload."""
-    packet = getattr(node.target, "overloadpacket", node.target)
-    name = str(getattr(packet, "__name__", packet))
-    namespace = getattr(node.target, "namespace", "aten")
-    return name if namespace in ("aten", "prims") else f"{namespace}::{name}"
-
-
-def result_type(node: fx.Node) -> torch.dtype:
-    """Give the type of what an operation makes."""
-    dtype: torch.dtype = node.meta["val"].dtype
-    if dtype.is_complex:
-        raise Refusal("computes with complex numbers")
-    return dtype
-
-
-def common_type(values: tuple[Value, ...]) -> torch.dtype:
-    """Give the type in which values are compared."""
-    if any(value.dtype.is_floating_point for value in values):
-        return torch.float32
-    if all(value.dtype is torch.bool for value in values):
-        return torch.bool
-    return torch.int64 if any(value.dtype is torch.int64 for value in values) else torch.int32
-
-
-def joined(values: tuple[Value, ...]) -> frozenset[str]:
-    """Give the axes of a tile that any of the values has."""
-    return frozenset().union(*(value.depends for value in values))
-
-
-def made(text: str, node: fx.Node, *values: Value, natural: bool = False) -> Value:
-    """Give the value of an operation's text."""
-    dtype = result_type(node)
-    return Value(text, torch.float32 if dtype.is_floating_point else dtype, joined(values), natural, None)
-
-
-def inputs(of: Of, node: fx.Node, count: int, dtype: torch.dtype | None = None) -> tuple[Value, ...]:
-    """Give an operation's first inputs, in the type that it computes in."""
-    found = tuple(of(argument) for argument in node.args[:count])
-    return tuple(cast(value, dtype or result_type(node)) for value in found)
 
 
 # ---- makers of rules: each returns how one kind of operation is written ----
@@ -181,24 +90,36 @@ def scaled_sum(sign: str, swap: bool = False) -> Write:
 # ---- rules that need more than a template ----
 
 
+def exact_quotient(left: Value, right: Value) -> str:
+    """Write a quotient rounded once, as torch has it: rounded down, it is the right whole number."""
+    return f"tl.div_rn({left.text}, {right.text})"
+
+
+def quotient(left: Value, right: Value) -> str:
+    """Write a quotient: of scores, which are rounded anyway, as a product where a product costs a tenth."""
+    number = right.number
+    inverse = 1.0 / number if number else 0.0
+    usual = 2.0**-126 <= abs(inverse) <= 2.0**126
+    of_score = "score" in left.depends | right.depends
+    if usual and (of_score or abs(math.frexp(inverse)[0]) == 0.5):  # a power of two loses nothing
+        return f"{left.text} * {literal(inverse).text}"
+    if number is not None or not of_score:
+        return exact_quotient(left, right)
+    return f"{left.text} / {right.text}" if right.depends else f"{left.text} * (1.0 / {right.text})"
+
+
 def divide(of: Of, node: fx.Node) -> Value:
-    """Division; by what is the same for all pairs it is a product, since a product costs a tenth."""
+    """Division, rounded in one of three ways or not at all."""
     rounding = node.kwargs.get("rounding_mode")
     if rounding is None:
         left, right = inputs(of, node, 2, torch.float32)
-        if right.number:
-            right = literal(1.0 / right.number)
-        elif right.depends:
-            return made(f"{left.text} / {right.text}", node, left, right)
-        else:  # one division for all pairs
-            right = right._replace(text=f"(1.0 / {right.text})")
-        return made(f"{left.text} * {right.text}", node, left, right)
+        return made(quotient(left, right), node, left, right)
     if rounding == "floor":
         return floor_divide(of, node)
     if result_type(node).is_floating_point:
         left, right = inputs(of, node, 2)
-        quotient = f"{left.text} / {right.text}"
-        return made(f"tl.where({quotient} < 0, tl.ceil({quotient}), tl.floor({quotient}))", node, left, right)
+        text = exact_quotient(left, right)
+        return made(f"tl.where({text} < 0, tl.ceil({text}), tl.floor({text}))", node, left, right)
     return in_result_type("{0} // {1}")(of, node)  # Triton truncates
 
 
@@ -220,23 +141,23 @@ def floor_divide(of: Of, node: fx.Node) -> Value:
     """Division rounded down, where Triton rounds towards zero."""
     if result_type(node).is_floating_point:
         left, right = inputs(of, node, 2)
-        return made(f"tl.floor({left.text} / {right.text})", node, left, right)
+        return made(f"tl.floor({exact_quotient(left, right)})", node, left, right)
     left, right, exponent = divided(of, node)
     if exponent is not None:
         return made(f"{left.text} >> {exponent}", node, left, natural=left.natural)
-    quotient = f"{left.text} // {right.text}"
+    towards_zero = f"{left.text} // {right.text}"
     if left.natural and right.natural:
-        return made(quotient, node, left, right, natural=True)
+        return made(towards_zero, node, left, right, natural=True)
     apart = f"({left.text} % {right.text} != 0) & (({left.text} < 0) != ({right.text} < 0))"
-    return made(f"{quotient} - tl.cast({apart}, tl.int32)", node, left, right)
+    return made(f"{towards_zero} - tl.cast({apart}, tl.int32)", node, left, right)
 
 
 def remainder(of: Of, node: fx.Node) -> Value:
     """The remainder with the divisor's sign, as Python has it."""
     if result_type(node).is_floating_point:
         left, right = inputs(of, node, 2)
-        a, b = left.text, right.text
-        return made(f"{a} - tl.floor({a} / {b}) * {b}", node, left, right)
+        text = f"{left.text} - tl.floor({exact_quotient(left, right)}) * {right.text}"
+        return made(text, node, left, right)
     left, right, exponent = divided(of, node)
     a, b = left.text, right.text
     if exponent is not None:
@@ -246,6 +167,12 @@ def remainder(of: Of, node: fx.Node) -> Value:
     if right.natural:
         return made(f"tl.where({a} % {b} < 0, {a} % {b} + {b}, {a} % {b})", node, left, right, natural=True)
     return made(f"tl.where(({a} % {b} != 0) & (({a} < 0) != ({b} < 0)), {a} % {b} + {b}, {a} % {b})", node, left, right)
+
+
+def reciprocal(of: Of, node: fx.Node) -> Value:
+    """One over a value."""
+    (value,) = inputs(of, node, 1, torch.float32)
+    return made(quotient(literal(1.0), value), node, value)
 
 
 def power(of: Of, node: fx.Node) -> Value:
@@ -416,7 +343,7 @@ OPERATIONS: dict[str, Write] = {
     "sgn": sign,
     "pow": power,
     "square": in_result_type("{0} * {0}"),
-    "reciprocal": in_float("1.0 / {0}"),
+    "reciprocal": reciprocal,
     "exp": in_float("tl.exp({0})"),
     "expm1": in_float(EXPM1),
     "exp2": in_float("tl.exp2({0})"),

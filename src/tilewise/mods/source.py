@@ -17,9 +17,10 @@ import torch
 from torch import fx
 
 from tilewise.mods.graph import compute_type
-from tilewise.mods.operations import OPERATIONS, Refusal, Value, cast, literal, operation_name
+from tilewise.mods.operations import OPERATIONS
+from tilewise.mods.values import Refusal, Value, cast, literal, operation_name
 
-WHERE_FROM = {"score": {"q", "kv"}, "q_pos": {"q"}, "kv_pos": {"kv"}}
+WHERE_FROM = {"score": {"q", "kv", "score"}, "q_pos": {"q"}, "kv_pos": {"kv"}}
 
 
 @dataclass
@@ -155,11 +156,12 @@ def full_tile(value: Value) -> str:
 
 def gradient_source(writer: Writer, d_score: object, d_loads: list[object]) -> str:
     """Write ``score_mod_gradient``: hidden pairs give nothing, whatever their derivative would be."""
-    value = cast(writer.value(d_score), torch.float32) if d_score is not None else literal(0.0)
+    # A score that is not asked for gets a tile of zeros all the same: what is visible may be known without one.
+    value = None if d_score is None else cast(writer.value(d_score), torch.float32)
     for site, d_load in enumerate(d_loads):
         if d_load is not None:
             scatter(writer, site, cast(writer.value(d_load), torch.float32))
-    last = f"return tl.where(visible, {value.text}, 0.0)"
+    last = "return tl.zeros_like(score)" if value is None else f"return tl.where(visible, {full_tile(value)}, 0.0)"
     return function("score_mod_gradient", f"{ARGUMENTS['score']}, d_score, d_tensors, visible", [*writer.lines, last])
 
 
@@ -170,11 +172,11 @@ def scatter(writer: Writer, site: int, value: Value) -> None:
     """
     tensor = writer.loads[site]
     offset, depends = writer.offset(site, tensor, "d_tensors")
-    lines = [f"d_load = tl.where(visible, {value.text}, 0.0)"]
+    lines = [f"d_load = tl.where(visible, {full_tile(value)}, 0.0)"]
     if not depends:
         lines.append("d_load = tl.sum(d_load)")
         lines.append(f'tl.atomic_add(d_tensors[{tensor}][0]{offset}, d_load, sem="relaxed")')
-    elif depends == {"q", "kv"}:
+    elif {"q", "kv"} <= depends:
         # Far from the diagonal, say, all may read one element: thousands would wait for each other there.
         lines.append(f"d_offset = {offset.removeprefix(' + ')}")
         lines.append("if tl.min(d_offset) == tl.max(d_offset):")

@@ -14,8 +14,8 @@ from torch import fx
 
 from tilewise.mods.capture import Function, Number, Walk, numbers_of
 from tilewise.mods.graph import PLACES, Recorded, nobody_watching, number_type, record, runnable
-from tilewise.mods.operations import Refusal, Value
 from tilewise.mods.source import WHERE_FROM, Writer, forward_source, gradient_source
+from tilewise.mods.values import Refusal, Value
 
 KEPT = 512  # translations
 
@@ -244,7 +244,7 @@ def _writer(
         values[next(inputs)] = Value(f"constants[{place}]", number_type(number), frozenset(), natural, None, settle)
     leaves = {next(inputs): site for site in range(len(recorded.loads))}
     for node in inputs:  # there is one more in a gradient
-        values[node] = Value("d_score", torch.float32, frozenset({"q", "kv"}), False, None)
+        values[node] = Value("d_score", torch.float32, frozenset(WHERE_FROM["score"]), False, None)
     return Writer(
         loads=recorded.loads,
         dtypes=recorded.dtypes,
