@@ -148,7 +148,7 @@ class Blocks:
 
         The lists count: a tile in neither list is hidden, one in the full list visible, whatever mask_mod says of them.
         (PyTorch's compiled kernels do so too; uncompiled, it asks mask_mod alone.) Tiles that reach beyond the lengths
-        become partial.
+        become partial. A bias beside these lists gets no gradient: a call that would need it is refused.
 
         Raises:
             ValueError: a block size that is no multiple of 16, or lists whose tiles do not cover the lengths.
