@@ -50,6 +50,10 @@ def grouped(**more: object) -> Case:
     return Case("mods", 1, 2, 1, 20, 36, options=options)
 
 
+def whole_tiles() -> Case:
+    return Case("mods", 1, 2, 1, 32, 48, options=Options(return_lse=True))
+
+
 LENGTHS = (5, 0, 21, 1)
 PACKED = Case("mods", heads_q=2, heads_kv=1, lengths_q=LENGTHS, tail=3, options=Options(causal=True, return_lse=True))
 DOCUMENTS = torch.tensor([0] * 9 + [1] * 3 + [2] * 20 + [3] * 4)
@@ -67,6 +71,11 @@ MODS = [
     Mod("rows and columns", lambda s, b, h, q, kv, t, u: s * t[b, q] + u[kv], ((1, 20), (36,)), case=grouped()),
     Mod("a number for all", lambda s, b, h, q, kv, t: s * t, ((),), case=grouped()),
     Mod("hidden by the score", lambda s, b, h, q, kv: torch.where(q >= kv, s, -torch.inf), case=grouped()),
+    # Nothing is hidden from whole tiles, and nobody asks for the score.
+    Mod("nothing of the score", lambda s, b, h, q, kv, t: t[h, kv] * 2, ((2, 48),), case=whole_tiles()),
+    Mod(
+        "flat in its tensor", lambda s, b, h, q, kv, t: s + t[h] * 0.5 + torch.floor(t[h]), ((2,),), case=whole_tiles()
+    ),
     Mod("a window", mask=lambda b, h, q, kv: (q - kv).abs() < 5, case=grouped()),
     Mod(
         "documents", mask=lambda b, h, q, kv, d: (d[q] == d[kv]) & (q >= kv), mask_tensors=(DOCUMENTS,), case=grouped()
