@@ -356,3 +356,9 @@ def test_a_detached_part_gets_no_gradient() -> None:
     traced, _ = trace_score(lambda s, b, h, q, kv: s + (s.detach() // 2) * 3)
     assert traced.gradient_source is not None
     assert traced.gradient_source.endswith("return tl.where(visible, d_score, 0.0)\n")
+    score = torch.ones((), requires_grad=True)
+    place = torch.tensor(0)
+    (gradient,) = torch.autograd.grad(traced.run(score, place, place, place, place, ()), score)
+    assert gradient == 1
+    doubled = trace_score(lambda s, b, h, q, kv: s + s.detach() * 2)[0]
+    assert torch.autograd.grad(doubled.run(score, place, place, place, place, ()), score) == (1,)

@@ -301,6 +301,7 @@ def decompositions() -> dict[torch._ops.OpOverload, Function]:
     table: dict[torch._ops.OpOverload, Function] = {}
     table.update(core_aten_decompositions())
     table.update(get_decompositions(further))  # type: ignore[arg-type]  # the keys are overloads all
+    table.pop(aten.detach.default, None)  # into an alias, through which gradients would flow where torch runs the graph
     return table
 
 
