@@ -184,6 +184,13 @@ def buckets(width: int, height: float) -> Function:
     return score_mod
 
 
+def integers_of_64_bits(score, batch, head, q_pos, kv_pos, groups):  # type: ignore[no-untyped-def]
+    million = torch.tensor(1000000)
+    product = million * (q_pos * kv_pos) * 9 + groups[q_pos, kv_pos] * 10**6 * (kv_pos + 1000)
+    chosen = torch.where(q_pos > kv_pos, million, million) * (kv_pos * 1000)
+    return score + (product + chosen) // 1000 * 1e-6
+
+
 class Example(NamedTuple):
     """A score and its tensors."""
 
@@ -195,6 +202,7 @@ EXAMPLES = {
     "arithmetic": Example(lambda s, b, h, q, kv: -(s * 2 - 1) / 3 + q - kv * 0.5 + (b + 1) / (h + 2)),
     "integer division": Example(integer_division),
     "buckets of positions": Example(buckets(41, 47.0)),
+    "integers of 64 bits": Example(integers_of_64_bits, (KIND,)),
     "division by zero, not chosen": Example(lambda s, b, h, q, kv: mods.where(q < 99, s, (q + 1) / 0.0)),
     "functions of real numbers": Example(functions_of_real_numbers),
     "powers": Example(powers),

@@ -305,6 +305,10 @@ def cut(score, batch, head, q_pos, kv_pos):  # type: ignore[no-untyped-def]
     return Cut.apply(score)  # type: ignore[no-untyped-call]
 
 
+def every(step: int) -> Function:
+    return lambda s, b, h, q, kv: s + (q - kv) // step
+
+
 REFUSED: dict[str, tuple[Function, str]] = {
     "a decision": (steers, r"'steers' cannot be translated: it decides in Python .* Use tilewise.mods.where"),
     "a whole tensor": (lambda s, b, h, q, kv: s + TABLE, r"whole tensor of shape \(2, 13\); index it by batch, head"),
@@ -322,6 +326,8 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "an operator of their own": (own_operator, "uses mods_test::tanh, which has no translation"),
     "no value": (lambda s, b, h, q, kv: None, "uses None as a value"),
     "wrong arguments": (lambda s: s, "torch met TypeError: .*takes 1 positional argument but 5 were given"),
+    "a division by zero": (lambda s, b, h, q, kv: s + q % 0, "divides integers by 0, in remainder of q_pos and 0"),
+    "a division by a captured zero": (every(0), "divides integers by 0, in"),
     "complex numbers": (lambda s, b, h, q, kv: (s * 1j).real, "cannot be translated"),
     "complex tensors": (lambda s, b, h, q, kv: abs(COMPLEX[h]) + s, "torch.complex64; convert it"),
 }
@@ -361,4 +367,5 @@ def test_a_detached_part_gets_no_gradient() -> None:
     (gradient,) = torch.autograd.grad(traced.run(score, place, place, place, place, ()), score)
     assert gradient == 1
     doubled = trace_score(lambda s, b, h, q, kv: s + s.detach() * 2)[0]
-    assert torch.autograd.grad(doubled.run(score, place, place, place, place, ()), score) == (1,)
+    (gradient,) = torch.autograd.grad(doubled.run(score, place, place, place, place, ()), score)
+    assert gradient == 1

@@ -15,7 +15,18 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from tilewise.mods.values import Of, Refusal, Value, cast, common_type, inputs, literal, made, result_type
+from tilewise.mods.values import (
+    Of,
+    Refusal,
+    Value,
+    cast,
+    common_type,
+    inputs,
+    literal,
+    made,
+    operation_name,
+    result_type,
+)
 
 Write = Callable[[Of, fx.Node], Value]
 
@@ -120,7 +131,8 @@ def divide(of: Of, node: fx.Node) -> Value:
         left, right = inputs(of, node, 2)
         text = exact_quotient(left, right)
         return made(f"tl.where({text} < 0, tl.ceil({text}), tl.floor({text}))", node, left, right)
-    return in_result_type("{0} // {1}")(of, node)  # Triton truncates
+    left, right, _ = divided(of, node)
+    return made(f"{left.text} // {right.text}", node, left, right)  # Triton truncates
 
 
 def divided(of: Of, node: fx.Node) -> tuple[Value, Value, int | None]:
@@ -133,6 +145,8 @@ def divided(of: Of, node: fx.Node) -> tuple[Value, Value, int | None]:
     if right.settle is not None:
         right = literal(right.settle())._replace(dtype=right.dtype)
     number = right.number
+    if number == 0:
+        raise Refusal(f"divides integers by 0, in {operation_name(node)} of {left.text} and 0")
     is_power = isinstance(number, int) and number > 0 and number & (number - 1) == 0
     return left, right, int(number).bit_length() - 1 if is_power and number else None
 

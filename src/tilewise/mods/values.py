@@ -55,9 +55,9 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
     if value.dtype is dtype:
         return value
     if value.number is not None:
-        return literal(int(value.number))._replace(dtype=dtype)
-    if value.dtype is torch.int32:  # widens by itself
-        return value._replace(dtype=dtype)
+        number = int(value.number)
+        number = number if dtype is torch.int64 else (number + 2**31) % 2**32 - 2**31  # as torch has it
+        return literal(number)._replace(dtype=dtype)
     return value._replace(text=f"tl.cast({value.text}, tl.{str(dtype)[6:]})", dtype=dtype)
 
 
@@ -94,6 +94,8 @@ def joined(values: tuple[Value, ...]) -> frozenset[str]:
 def made(text: str, node: fx.Node, *values: Value, natural: bool = False) -> Value:
     """Give the value of an operation's text."""
     dtype = result_type(node)
+    if dtype is torch.int64 and all(value.number is not None for value in values if value.dtype is not torch.bool):
+        text = f"tl.cast({text}, tl.int64)"  # Triton gives literals as few bits as they need
     return Value(text, torch.float32 if dtype.is_floating_point else dtype, joined(values), natural, None)
 
 
