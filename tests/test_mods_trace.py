@@ -327,6 +327,10 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "no value": (lambda s, b, h, q, kv: None, "uses None as a value"),
     "wrong arguments": (lambda s: s, "torch met TypeError: .*takes 1 positional argument but 5 were given"),
     "a division by zero": (lambda s, b, h, q, kv: s + q % 0, "divides integers by 0, in remainder of q_pos and 0"),
+    "a number of more bits": (
+        lambda s, b, h, q, kv: s + q * 3_000_000_000,
+        r"in 32 bits with 3000000000, .* q_pos.long\(\)",
+    ),
     "a division by a captured zero": (every(0), "divides integers by 0, in"),
     "complex numbers": (lambda s, b, h, q, kv: (s * 1j).real, "cannot be translated"),
     "complex tensors": (lambda s, b, h, q, kv: abs(COMPLEX[h]) + s, "torch.complex64; convert it"),

@@ -56,7 +56,8 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
         return value
     if value.number is not None:
         number = int(value.number)
-        number = number if dtype is torch.int64 else (number + 2**31) % 2**32 - 2**31  # as torch has it
+        if dtype is torch.int32 and not -(2**31) <= number < 2**31:
+            raise Refusal(f"computes in 32 bits with {number}, which needs more; convert positions first: q_pos.long()")
         return literal(number)._replace(dtype=dtype)
     return value._replace(text=f"tl.cast({value.text}, tl.{str(dtype)[6:]})", dtype=dtype)
 
