@@ -38,7 +38,7 @@ class Rated:
         return score + self.rate
 
 
-class Mapped(dict):  # type: ignore[type-arg]
+class Mapped(dict):
     """A dict of another class."""
 
 
