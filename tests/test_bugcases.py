@@ -462,7 +462,9 @@ def test_scores_beyond_any_exponent_choose_their_largest(dtype: torch.dtype) -> 
     choice = torch.stack([v[0, 0, 7], v[0, 0, 8:12].double().mean(0).to(dtype), v[0, 0, 7]])
     for scale in (0.125, 0.11):
         call = call_of(q, k, v, scale=scale)
-        for backend in ("torch_tiled", "naive"):
+        for backend in ("torch_tiled", "naive", "numpy_tiled"):
+            if dispatch.load(backend).why_not(call.problem) is not None:
+                continue
             got = run(call, backend)
             assert (got.out[0, 0] - choice).abs().max() <= torch.finfo(dtype).eps * v.abs().max(), backend
             assert all(torch.isfinite(x).all() for x in (got.out, got.lse, got.dq, got.dk, got.dv)), backend  # type: ignore[arg-type]

@@ -259,6 +259,24 @@ def test_a_scale_of_zero_gives_the_mean_of_the_visible_values() -> None:
     check(run(call, NAME), call)
 
 
+@pytest.mark.parametrize("scale", [0.125, -0.11])
+def test_scores_beyond_any_exponent_choose_their_largest(scale: float) -> None:
+    q = torch.full((1, 2, 70, 64), 133120.0 * (-1 if scale < 0 else 1))
+    k, v = q.abs(), torch.randn(1, 2, 70, 64)
+    q[:, :, 20:24] /= 133120  # rows with near scores, beside far ones
+    k[:, :, 5] *= 2
+    k[:, :, 60] *= 4
+    call = Call(
+        Tensors(q, k, v), Options(causal=True, scale=scale, return_lse=True), torch.randn_like(v), torch.randn(1, 2, 70)
+    )
+    got = run(call, "triton_portable")
+    choice = torch.cat([v[:, :, 5:6].expand(-1, -1, 55, -1), v[:, :, 60:61].expand(-1, -1, 10, -1)], 2)
+    assert (got.out[:, :, 5:] - choice).abs().max() <= torch.finfo(torch.float32).eps * v.abs().max()
+    for x in (got.lse, got.dq, got.dk, got.dv):
+        assert x is not None
+        assert x.isfinite().all()
+
+
 def test_scores_as_small_as_the_softcap_allows_keep_their_digits() -> None:
     call = Case("cap", options=Options(softcap=500.0, return_lse=True)).build("cpu", "float32")
     check(run(call, NAME), call)
