@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -21,14 +20,13 @@ from tilewise.kernels.gluon import compat
 if compat.refusal() is not None:
     pytest.skip(str(compat.refusal()), allow_module_level=True)
 
-import triton
 
 from gluon_emulator import emulate, tensor_map
+from hopper_compile import compile_named, spilled_bytes
 from recorder import Recorder
 from tilewise.backends import compile as compiling
 from tilewise.backends import hopper_fp8, launch
-from tilewise.backends.launch import POINTERS, SCALARS, Mapped
-from tilewise.backends.tensor_map import kind_of
+from tilewise.backends.launch import Mapped
 from tilewise.fp8 import Quantized, quantize
 from tilewise.kernels.gluon import sync
 from tilewise.kernels.gluon.forward_fp8 import attention_forward_fp8
@@ -373,33 +371,13 @@ def compiled_call(call: Call) -> compiling.Compiled:
     out, lse = torch.empty(asked.q_shape, dtype=call.dtype), torch.empty(asked.lse_shape)
     counter = torch.zeros(1, dtype=torch.int32) if asked.settings.schedule == "dynamic" else None
     _, named = hopper_fp8.arguments(asked, hopper_fp8.tensors_of(given, out, lse, counter), 132)
-    types: dict[str, str | None] = {}
-    constants: dict[str, compiling.Constant] = {}
-    for param in compiling.compiled_kernel(attention_forward_fp8).params:
-        argument = named[param.name]
-        if param.is_constexpr:
-            constants[param.name] = cast("compiling.Constant", argument)
-        elif isinstance(argument, Mapped):
-            types[param.name] = kind_of("attention_forward_fp8", param.name, argument.tensor.dtype, argument.map)
-        elif isinstance(argument, torch.Tensor):
-            types[param.name] = POINTERS[argument.dtype]
-        elif argument is None:
-            types[param.name] = None
-        elif not param.annotation_type:
-            types[param.name] = SCALARS[type(argument)]
-    return compiling.compile_settled(attention_forward_fp8, types, constants, 90, compiling.Options(num_warps=4))
+    return compile_named(attention_forward_fp8, named)
 
 
 def check_variant(variant: Variant, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     compiled = compiled_call(variant.call)
     ptx = str(compiled.asm["ptx"])
-    file = tmp_path / "kernel.ptx"
-    file.write_text(ptx)
-    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(file), "-o", str(tmp_path / "cubin")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert "serialized" not in said
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
-    found = Variant(variant.call, spilled, compiling.resources(compiled).shared)
+    found = Variant(variant.call, spilled_bytes(compiled, tmp_path), compiling.resources(compiled).shared)
     record_property("resources", f"spilled {found.spilled}, shared {found.shared}")
     assert found.shared == variant.shared
     assert found.spilled <= variant.spilled
