@@ -192,16 +192,6 @@ def rescale_if_moved(acc: Tensor, rescale: Tensor) -> Tensor:
     return Tensor(acc.data * rescale.data[:, None], acc.dtype, acc.layout)
 
 
-def apart_if_far(score: Tensor, factor: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
-    if score.shape[0] != 64 or anchor.shape != (64,) or here().warps != 4:
-        raise Misuse(f"apart_if_far is for (64, columns) and (64,) in four warps; got {score!r} and {anchor!r}")
-    far = np.abs(anchor.data) > 2.0**30
-    apart = np.where(far[:, None], (score * factor - anchor[:, None]).data, score.data)
-    return Tensor(apart, score.dtype, score.layout), Tensor(
-        np.where(far, 0.0, anchor.data), anchor.dtype, anchor.layout
-    )
-
-
 def pack_e4m3(*parts: Tensor) -> Tensor:
     rounded_parts = [torch.from_numpy(x.data).clamp(-448, 448).to(torch.float8_e4m3fn) for x in parts]
     four = torch.stack(rounded_parts, -1).view(torch.int32)[..., 0]
@@ -226,7 +216,6 @@ def log2_of_power(x: Tensor) -> Tensor:
 TRICKS: dict[str, Callable[..., Any]] = {
     "arrive": arrive, "wait": wait, "wait_if": wait_if, "named_sync": named_sync, "named_arrive": named_arrive,
     "put": put, "get": get, "count": count, "rescale_if_moved": rescale_if_moved,
-    "apart_if_far": apart_if_far,
     "lane_id": lambda: tensor(0), "first_lane": lambda x: x, "pack": lambda x, dtype: x.to(dtype),
     "exp2_shared": lambda y, _: Tensor(np.exp2(np.maximum(y.data, -126)), y.dtype, y.layout),
     "pack_e4m3": pack_e4m3, "bytes_of": bytes_of, "log2_of_power": log2_of_power,

@@ -88,11 +88,12 @@ def call_of(dim: int, length: int, hidden: bool = False) -> Call:
 
 
 def forward_once(mutant: ModuleType, seed: int, late: bool, patch: pytest.MonkeyPatch) -> None:
-    """Run one program for all tiles: with each number of buffers of q, with turns and without."""
+    """Run one program for all tiles: each number of buffers of q, turns or none, blocks that a consumer passes over."""
     patch.setattr(forward_tests, "attention_forward", mutant.attention_forward)
     chosen = forward_tests.settings_of(64, cut=True)
     alone = chosen._replace(q_buffers=1, ping_pong=False, stages=2)
-    for settings in (chosen, alone):
+    three = forward_tests.settings_of(64, cut=True, row=1)._replace(stages=2)
+    for settings in (chosen, alone, three, three._replace(ping_pong=False)):
         call = call_of(64, 200)
         testing.check(forward_tests.run(call, settings, late=late, seed=seed, processors=1), call)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from tilewise.backends import hopper, launch
 from tilewise.backends.launch import Mapped
 from tilewise.kernels.gluon.compat import gl
 from tilewise.kernels.gluon.forward import attention_forward
+from tilewise.kernels.gluon.schedule import own_steps, visited
 from tilewise.kernels.gluon.softmax import rows_see
 from tilewise.problem.blocks import block_ranges, is_visible
 from tilewise.problem.problem import Options, Problem, Tensors
@@ -184,7 +186,7 @@ def test_steep_scores_move_the_maximum_often_and_stay_within_budget() -> None:
     testing.check(run(call, settings_of(64, cut=True)), call)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])  # the maximum is lazy, not lazy, lazy
+@pytest.mark.parametrize("dim", [64, 128, 256])  # acc is rescaled lazily, at once, lazily
 def test_scores_beyond_any_exponent_choose_their_largest(dim: int) -> None:
     q = torch.full((1, 1, 130, dim), 133120.0, dtype=torch.bfloat16)
     k, v = q.clone(), torch.randn(1, 1, 130, dim).bfloat16()
@@ -269,6 +271,29 @@ def test_rows_see_what_the_one_rule_says() -> None:
             got = got & (kv_pos >= seen[1].data[:, None])
         right_answer = is_visible(q_pos, kv_pos, 0, len_kv, left, right, offset)
         assert np.array_equal(got, np.broadcast_to(right_answer, got.shape))
+
+
+def test_a_consumer_works_on_the_blocks_that_its_rows_see_and_masks_those_that_are_cut() -> None:
+    generator = np.random.default_rng(3)
+    for _ in range(300):
+        left, right = (None if x < -60 else int(x) for x in generator.integers(-90, 400, 2))
+        len_q, len_kv, offset = (int(x) for x in generator.integers((1, 1, -300), (500, 900, 300)))
+        plan = SimpleNamespace(groups=3, block_kv=64, right_masked=right is not None, left_masked=left is not None)
+        start = 192 * int(generator.integers(0, -(-len_q // 192)))
+        place, band = (tensor(start), 0, 0, tensor(len_q), tensor(len_kv), tensor(offset), 0), (left, right)
+        first, last = (int(x) for x in rebound(visited)(place, band, plan))
+        for group in range(3):
+            own = tensor(start + 64 * group)
+            stop, bare, masked, steps = map(
+                int, rebound(own_steps)(own, tensor(first), tensor(last), place, band, plan)
+            )
+            rows, keys = np.arange(64)[:, None] + int(own), np.arange(first * 64, last * 64)[None]
+            seen = np.broadcast_to(is_visible(rows, keys, 0, len_kv, left, right, offset), (64, keys.size))
+            tiles = seen.reshape(64, -1, 64)
+            works = {stop - 1 - i - first for i in range(steps)}
+            asked = set(np.flatnonzero(tiles.any((0, 2))))
+            assert works == asked if asked else works  # one step at least, be it all hidden
+            assert all(tiles[:, stop - 1 - i - first].all() for i in range(bare, masked))
 
 
 # ---- launching ------------------------------------------------------------------------------------------------------
@@ -369,21 +394,21 @@ def case_of(dim: int, dim_v: int = 0, **more: object) -> Case:
 
 # Recorded with Triton 3.6.0 and its ptxas 12.8, in bfloat16.
 VARIANTS = {
-    "d=64": Variant(case_of(64), (64, False, 1), Taken(0, 115128)),
-    "d=64 causal": Variant(case_of(64, causal=True), (64, True, 1), Taken(100, 180744)),
-    "d=128": Variant(case_of(128), (128, False, 0), Taken(0, 197012)),
-    "d=128 causal": Variant(case_of(128, causal=True), (128, True, 0), Taken(0, 197028)),
+    "d=64": Variant(case_of(64), (64, False, 1), Taken(0, 115132)),
+    "d=64 causal": Variant(case_of(64, causal=True), (64, True, 1), Taken(0, 180752)),
+    "d=128": Variant(case_of(128), (128, False, 0), Taken(0, 197016)),
+    "d=128 causal": Variant(case_of(128, causal=True), (128, True, 0), Taken(0, 197036)),
 }
 SLOW = {
     "d=64 packed, window": Variant(
         replace(case_of(64, window_left=99, window_right=9), lengths_q=(128, 100)),
         (64, True, 0),
-        Taken(20, 164348),
+        Taken(20, 164356),
     ),
-    "d=256 causal": Variant(case_of(256, causal=True), (256, True, 0), Taken(28, 196996)),
-    "d=64 short": Variant(case_of(64), (64, False, 0), Taken(0, 98708)),
-    "d=64 causal, short": Variant(case_of(64, causal=True), (64, True, 0), Taken(0, 164324)),
-    "d=256": Variant(case_of(256), (256, False, 0), Taken(0, 196980)),
+    "d=256 causal": Variant(case_of(256, causal=True), (256, True, 0), Taken(20, 197016)),
+    "d=64 short": Variant(case_of(64), (64, False, 0), Taken(0, 98712)),
+    "d=64 causal, short": Variant(case_of(64, causal=True), (64, True, 0), Taken(0, 164332)),
+    "d=256": Variant(case_of(256), (256, False, 0), Taken(0, 196984)),
     "d=192/128": Variant(case_of(192, 128, causal=True), (256, True, 0), Taken(0, 197032)),
 }
 

@@ -6,6 +6,7 @@ is computed stands in ``kernels/gluon``.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -31,6 +32,7 @@ name = "hopper"
 
 GROUP_ROWS = 64  # queries of one consumer, a warpgroup
 DIMS = (64, 128, 256)  # head dims of the kernels; others are padded by the copy engine
+LOG2E = math.log2(math.e)
 UNIT = 8  # elements in the 16 bytes that the copy engine counts in
 MOST_ROWS = 2**30  # positions are int32 in the kernels, and a clipped map adds two of them
 
@@ -126,7 +128,7 @@ class Settings(NamedTuple):
         q_buffers: tiles of queries in flight: with 2, one is copied or stored while the other is computed.
         consumer_registers, producer_registers: registers of a thread in the partitions after the first.
         ping_pong: consumers take turns at starting products.
-        lazy: row_max moves only when p would exceed 2**8, and then alone acc is rescaled.
+        lazy: acc is rescaled ahead of the next product, and by warps alone in which a row_max moved.
         pack: p is rounded by packed conversions, for two loops that hand it on.
         schedule: programs take tiles in a fixed order ("static"), from a counter ("dynamic"), or are one for each tile.
         section_bytes: keys and values of the heads that are worked on together; the L2 cache holds 50 MB.
@@ -328,6 +330,7 @@ def arguments(
     count = tile_count(problem, problem.total_q, chosen.groups * GROUP_ROWS)
     heads = problem.heads_q * entries(problem)
     specs = problem.specs
+    factor = max(abs(score.scale), 1e-30) * LOG2E
     boxes = {
         "q": (specs["q"], GROUP_ROWS, dim_qk, packed),
         "k": (specs["k"], chosen.block_kv, dim_qk, clipped),
@@ -354,8 +357,9 @@ def arguments(
         "offset": band.offset(problem.len_q, problem.len_kv),
         "left": clip(band.left, problem),
         "right": clip(band.right, problem),
-        "scale": max(abs(score.scale), 1e-30),
-        "softcap": score.softcap or None,
+        "factor": factor,
+        "power": 2.0 ** min(math.ceil(math.log2(factor)), 127),
+        "softcap": score.softcap * LOG2E if score.softcap else None,
         "GROUPS": chosen.groups,
         "BLOCK_KV": chosen.block_kv,
         "BLOCK_DIM_QK": dim_qk,

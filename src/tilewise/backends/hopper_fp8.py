@@ -82,7 +82,7 @@ class Settings(NamedTuple):
         q_buffers: tiles of queries in flight.
         consumer_registers, producer_registers: registers of a thread in the partitions after the first.
         ping_pong: consumers take turns at starting products.
-        lazy: row_max moves only when p would exceed e4m3, and then alone acc is rescaled.
+        lazy: acc is rescaled ahead of the next product, and by warps alone in which a row_max moved.
         q_registers: q is read from registers instead of shared memory, whose rate full products come close to.
         soft_exp: of so many exponentials of a thread (2, 4, 8, 16, 32) one is computed by multiplications; 0 = none.
         schedule: programs take tiles in a fixed order ("static"), from a counter ("dynamic"), or are one for each tile.

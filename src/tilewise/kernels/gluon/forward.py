@@ -36,12 +36,12 @@ from tilewise.kernels.gluon.schedule import (
     barriers,
     coordinates,
     get_place,
-    masked_steps,
+    own_steps,
     place_of,
     put_place,
     visited,
 )
-from tilewise.kernels.gluon.softmax import LOG2E, finish_rows, rows_see, softmax_step, to_rows_of
+from tilewise.kernels.gluon.softmax import LOG2E, finish_rows, rows_see, softmax_step, to_rows_of, unscaled
 from tilewise.kernels.gluon.sync import (
     arrive,
     count,
@@ -163,7 +163,7 @@ def first_step(used, q, ring, lane, tile, score_with, G: gl.constexpr, PLAN: gl.
     """Take the softmax of a tile's first block of keys, always masked; there are no values to add yet."""
     B: gl.constexpr = barriers(PLAN)
     k_buffers, v_buffers = ring
-    factor, softcap = score_with
+    factors, softcap = score_with
     seen, stop = tile
     stage = used % PLAN.stages
     wait(B.k_full + stage, (used // PLAN.stages) & 1, PLAN.bar_off)
@@ -174,8 +174,8 @@ def first_step(used, q, ring, lane, tile, score_with, G: gl.constexpr, PLAN: gl.
         named_arrive(TURN + (G + 1) % PLAN.groups, 256)
     score = warpgroup_mma_wait(0, deps=(score_begun,))
     arrive(B.k_empty + stage, lane, PLAN.bar_off)
-    how = (factor, softcap, PLAN.negative, seen, (stop - 1) * PLAN.block_kv)
-    p, rows, rescale = softmax_step(score, (), how, True, PLAN.lazy)
+    how = (factors, softcap, PLAN.negative, seen, (stop - 1) * PLAN.block_kv)
+    p, rows, rescale = softmax_step(score, (), how, True)
     acc = gl.zeros([GROUP_ROWS, PLAN.dim_v], gl.float32, accumulator(PLAN.dim_v))
     return acc, operand_of(p, acc, v_buffers.dtype, PLAN), rows, rescale
 
@@ -185,7 +185,7 @@ def step(i, used, q, ring, lane, state, tile, score_with, MASKED: gl.constexpr, 
     """Multiply q with block i of the keys beside p(i-1) with the values before, then take the softmax."""
     B: gl.constexpr = barriers(PLAN)
     k_buffers, v_buffers = ring
-    factor, softcap = score_with
+    factors, softcap = score_with
     seen, stop = tile
     acc, p, rows, rescale = state
     stage = used % PLAN.stages
@@ -196,7 +196,7 @@ def step(i, used, q, ring, lane, state, tile, score_with, MASKED: gl.constexpr, 
         named_sync(TURN + G, 256)
     score_begun = begin_score(q, k_buffers, stage, PLAN)
     wait(B.v_full + stage_before, (before // PLAN.stages) & 1, PLAN.bar_off)
-    if PLAN.lazy:  # seldom taken, and under q k^T
+    if PLAN.lazy:  # under q k^T, and taken the less often the more keys were seen
         acc = rescale_if_moved(acc, to_rows_of(rescale, acc))
     acc_begun = add_values(p, v_buffers, stage_before, acc, PLAN)
     if PLAN.ping_pong:
@@ -205,8 +205,8 @@ def step(i, used, q, ring, lane, state, tile, score_with, MASKED: gl.constexpr, 
     arrive(B.k_empty + stage, lane, PLAN.bar_off)
     # ptxas lifts the wait for p v to just behind the maximum, and packs exponentials, conversions and the rescale into
     # one block behind it. Every way to hold it back was slower: another consumer keeps the tensor cores busy meanwhile.
-    how = (factor, softcap, PLAN.negative, seen, (stop - 1 - i) * PLAN.block_kv)
-    p_next, rows, rescale = softmax_step(score, rows, how, MASKED, PLAN.lazy)
+    how = (factors, softcap, PLAN.negative, seen, (stop - 1 - i) * PLAN.block_kv)
+    p_next, rows, rescale = softmax_step(score, rows, how, MASKED)
     acc, p = warpgroup_mma_wait(0, deps=(acc_begun, p))
     arrive(B.v_empty + stage_before, lane, PLAN.bar_off)
     if not PLAN.lazy:
@@ -215,7 +215,9 @@ def step(i, used, q, ring, lane, state, tile, score_with, MASKED: gl.constexpr, 
 
 
 @gluon.jit
-def last_values(used, ring, lane, state, place, q_pos, lse_ptr, sinks, heads, total_q, PLAN: gl.constexpr):
+def last_values(
+    used, ring, lane, state, place, q_pos, lse_ptr, sinks, heads, total_q, factors, PLAN: gl.constexpr
+):  # fmt: skip
     """Add the last block's values, with lse in its shadow; give the finished tile of out, in float32."""
     B: gl.constexpr = barriers(PLAN)
     _, v_buffers = ring
@@ -227,13 +229,30 @@ def last_values(used, ring, lane, state, place, q_pos, lse_ptr, sinks, heads, to
         acc = acc * to_rows_of(rescale, acc)[:, None]
     wait(B.v_full + stage, (before // PLAN.stages) & 1, PLAN.bar_off)
     acc_begun = add_values(p, v_buffers, stage, acc, PLAN)
-    inverse, lse = finish_rows(rows, sink_of(sinks, sequence, head))
+    row_max, row_sum = rows
+    inverse, lse = finish_rows((unscaled(row_max, factors), row_sum), sink_of(sinks, sequence, head))
     if lse_ptr is not None:
         of_all = head if PLAN.packed else sequence * heads + head
         gl.store(lse_ptr + of_all.to(gl.int64) * total_q + (q_base + q_pos), lse, mask=q_pos < len_q)
     acc, p = warpgroup_mma_wait(0, deps=(acc_begun, p))
     arrive(B.v_empty + stage, lane, PLAN.bar_off)
     return acc * to_rows_of(inverse, acc)[:, None]
+
+
+@gluon.jit
+def pass_over(used, lane, G: gl.constexpr, PLAN: gl.constexpr):
+    """Leave a block to the other consumers: give its buffers back, and the turn on."""
+    B: gl.constexpr = barriers(PLAN)
+    stage = used % PLAN.stages
+    phase = (used // PLAN.stages) & 1
+    if PLAN.ping_pong:
+        named_sync(TURN + G, 256)
+        named_arrive(TURN + (G + 1) % PLAN.groups, 256)
+    wait(B.k_full + stage, phase, PLAN.bar_off)
+    arrive(B.k_empty + stage, lane, PLAN.bar_off)
+    wait(B.v_full + stage, phase, PLAN.bar_off)
+    arrive(B.v_empty + stage, lane, PLAN.bar_off)
+    return used + 1
 
 
 @gluon.jit
@@ -281,15 +300,18 @@ def consume(out_map, lse_ptr, sinks, buffers, bars, work, band, score_with, G: g
     place = get_place(0, len_q, len_kv, offset, PLAN)
     arrive(B.tile_empty, lane, PLAN.bar_off)
     while place[0] >= 0:
-        first, stop = visited(place, band, PLAN)
+        first, last = visited(place, band, PLAN)
         start = place[0] + G * GROUP_ROWS
-        bare, left_masked, steps = masked_steps(start, first, stop, place, band, PLAN)
+        stop, bare, left_masked, steps = own_steps(start, first, last, place, band, PLAN)
         q_pos = start + gl.arange(0, GROUP_ROWS, layout=ROWS)
         tile = (rows_see(q_pos, place[4], place[5], band), stop)
         turn = taken % PLAN.q_buffers
         buffer = G * PLAN.q_buffers + turn
         q = q_buffers.index(buffer).reshape([GROUP_ROWS, PLAN.dim_qk])
         wait(B.q_full + buffer, (taken // PLAN.q_buffers) & 1, PLAN.bar_off)
+        if PLAN.right_masked:
+            for _ in range(last - stop):
+                used = pass_over(used, lane, G, PLAN)
         state = first_step(used, q, ring, lane, tile, score_with, G, PLAN)
         used += 1
         if PLAN.q_buffers == 2 and taken > 0:  # the last tile's output has left its buffer by now
@@ -307,7 +329,10 @@ def consume(out_map, lse_ptr, sinks, buffers, bars, work, band, score_with, G: g
             for i in range(left_masked, steps):
                 state = step(i, used, q, ring, lane, state, tile, score_with, True, G, PLAN)
                 used += 1
-        out = last_values(used, ring, lane, state, place, q_pos, lse_ptr, sinks, heads, len_q, PLAN)
+        out = last_values(used, ring, lane, state, place, q_pos, lse_ptr, sinks, heads, len_q, score_with[0], PLAN)
+        if PLAN.left_masked:
+            for _ in range(stop - steps - first):
+                used = pass_over(used, lane, G, PLAN)
         # Out leaves through this tile's own buffer of q; where the next tile lies is asked meanwhile.
         out_buffers.index(buffer).reshape([GROUP_ROWS, PLAN.dim_v]).store(out.to(v_buffers.dtype))
         fence_async_shared()
@@ -354,7 +379,7 @@ def attention_forward(
     q_map, k_map, v_map, out_map, lse_ptr, counter_ptr, sink_ptr, kv_start_ptr, kv_stop_ptr, cu_q_ptr, cu_k_ptr,
     sink_batch_stride: gl.int64, sink_head_stride: gl.int64, k_batch_rows: gl.int32, v_batch_rows: gl.int32,
     tiles: gl.int32, batch: gl.int32, heads: gl.int32, group: gl.int32, section: gl.int32,
-    len_q: gl.int32, len_kv: gl.int32, offset: gl.int32, left, right, scale: gl.float32, softcap,
+    len_q: gl.int32, len_kv: gl.int32, offset: gl.int32, left, right, factor: gl.float32, power: gl.float32, softcap,
     GROUPS: gl.constexpr, BLOCK_KV: gl.constexpr, BLOCK_DIM_QK: gl.constexpr, BLOCK_DIM_V: gl.constexpr,
     STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, DYNAMIC: gl.constexpr, LONGEST_FIRST: gl.constexpr,
     PING_PONG: gl.constexpr, LAZY: gl.constexpr, PACK: gl.constexpr, CLIPPED: gl.constexpr, TOP_LEFT: gl.constexpr,
@@ -379,7 +404,7 @@ def attention_forward(
     band = (left, right)
     ranges = (kv_start_ptr, kv_stop_ptr, cu_q_ptr, cu_k_ptr)
     sinks = (sink_ptr, sink_batch_stride, sink_head_stride)
-    score_with = (scale * LOG2E, ()) if softcap is None else (1.0, (scale / softcap, softcap * LOG2E))
+    score_with = ((factor, power), ()) if softcap is None else ((1.0,), (factor / softcap, softcap))
     smem = (q_s, k_s, v_s, out_s)
     loads = (q_map, k_map, v_map)
     if GROUPS == 2:

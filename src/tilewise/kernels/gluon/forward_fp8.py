@@ -5,7 +5,7 @@ Who does what is as in `forward`; this file says what 8 bits change:
     scales   a block of 128 keys has a scale for k and one, a power of two, for v. Neither costs a multiplication of a
              tile: k's joins the factor of exp2's argument, and v's is added there as log2. So p comes out in the units
              of its block's v, row_max bounds p in those units, and a row's sum takes them off again.
-    range    e4m3 ends at 448, and below 2**-6 it loses digits: p is held just under 2**8 instead of 1.
+    range    e4m3 ends at 448, and below 2**-6 it loses digits: p goes up to 2**8 instead of 1.
     v        lies transposed, for 8-bit operands are read along the summed axis alone, and its keys are permuted inside
              each 16, so that the scores of a thread are, once rounded, its share of the second product's left operand.
 """
@@ -27,13 +27,13 @@ from tilewise.kernels.gluon.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilewise.kernels.gluon.forward import set_up_barriers
+from tilewise.kernels.gluon.forward import TURN, pass_over, set_up_barriers
 from tilewise.kernels.gluon.schedule import (
     GROUP_ROWS,
     barriers,
     coordinates,
     get_place,
-    masked_steps,
+    own_steps,
     place_of,
     put_place,
     visited,
@@ -55,7 +55,6 @@ from tilewise.kernels.gluon.sync import (
 )
 from tilewise.problem import fp8
 
-TURN = gl.constexpr(8)  # the first of the hardware's barriers by which consumers take turns
 BLOCK = gl.constexpr(fp8.BLOCK)  # keys in a block: those with one scale, as 128 rows of q have
 NOWHERE = gl.constexpr(2**30)  # a column behind every end of v: the copy engine gives zeros
 
@@ -206,7 +205,7 @@ def first_step(used, q, ring, lane, tile, scales, G: gl.constexpr, PLAN: gl.cons
     score = warpgroup_mma_wait(0, deps=(score_begun,))
     arrive(B.k_empty + stage, lane, PLAN.bar_off)
     how = (scales[0], now, PLAN.negative, seen, (stop - 1) * PLAN.block_kv)
-    p, rows, rescale = softmax_step(score, (), how, True, PLAN.lazy, PLAN.soft_exp)
+    p, rows, rescale = softmax_step(score, (), how, True, PLAN.soft_exp)
     acc = gl.zeros([GROUP_ROWS, PLAN.dim_v], gl.float32, accumulator(PLAN.dim_v))
     return acc, packed(p), rows, rescale, after
 
@@ -227,7 +226,7 @@ def step(i, used, q, ring, lane, state, tile, scales, MASKED: gl.constexpr, G: g
         named_sync(TURN + G, 256)
     score_begun = begin_score(q, k_buffers, stage, PLAN)
     wait(B.v_full + stage_before, (before // PLAN.stages) & 1, PLAN.bar_off)
-    if PLAN.lazy:  # seldom taken, and under q k^T
+    if PLAN.lazy:  # under q k^T, and taken the less often the more keys were seen
         acc = rescale_if_moved(acc, to_rows_of(rescale, acc))
     acc_begun = add_values(p, v_buffers, stage_before, acc, PLAN)
     if PLAN.ping_pong:
@@ -235,7 +234,7 @@ def step(i, used, q, ring, lane, state, tile, scales, MASKED: gl.constexpr, G: g
     score = warpgroup_mma_wait(1, deps=(score_begun,))
     arrive(B.k_empty + stage, lane, PLAN.bar_off)
     how = (scales[0], now, PLAN.negative, seen, (stop - 1 - i) * PLAN.block_kv)
-    p_next, rows, rescale = softmax_step(score, rows, how, MASKED, PLAN.lazy, PLAN.soft_exp)
+    p_next, rows, rescale = softmax_step(score, rows, how, MASKED, PLAN.soft_exp)
     acc = warpgroup_mma_wait(0, deps=(acc_begun,))
     arrive(B.v_empty + stage_before, lane, PLAN.bar_off)
     if not PLAN.lazy:
@@ -339,10 +338,10 @@ def consume(out_map, lse_ptr, pointers, buffers, bars, work, band, scale, G: gl.
     place, first_block = take_place(0, work, PLAN)
     arrive(B.tile_empty, lane, PLAN.bar_off)
     while place[0] >= 0:
-        first, stop = visited(place, band, PLAN)
+        first, last = visited(place, band, PLAN)
         start = place[0] + G * GROUP_ROWS
         scales = tile_scales(place, first_block, scale, pointers, group, heads, start, PLAN)
-        bare, _, steps = masked_steps(start, first, stop, place, band, PLAN)
+        stop, bare, _, steps = own_steps(start, first, last, place, band, PLAN)
         q_pos = start + gl.arange(0, GROUP_ROWS, layout=ROWS)
         tile = (rows_see(q_pos, place[4], place[5], band), stop)
         buffer = G * PLAN.q_buffers + taken % PLAN.q_buffers
@@ -350,6 +349,9 @@ def consume(out_map, lse_ptr, pointers, buffers, bars, work, band, scale, G: gl.
         wait(B.q_full + buffer, (taken // PLAN.q_buffers) & 1, PLAN.bar_off)
         if PLAN.q_registers:
             q = q.load(gl.DotOperandLayout(operand_index=0, parent=accumulator(PLAN.block_kv), k_width=4))
+        if PLAN.right_masked:
+            for _ in range(last - stop):
+                used = pass_over(used, lane, G, PLAN)
         state = first_step(used, q, ring, lane, tile, scales, G, PLAN)
         used += 1
         if PLAN.q_registers:  # the first product had it all

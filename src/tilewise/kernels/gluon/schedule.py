@@ -141,22 +141,27 @@ def visited(place, band, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def masked_steps(start, first, stop, place, band, PLAN: gl.constexpr):
-    """Part the steps of the consumer whose rows begin at ``start``: [1, bare) masked, [bare, left) bare, then masked.
+def own_steps(start, first, stop, place, band, PLAN: gl.constexpr):
+    """Part what a tile visits, [first, stop), for the consumer whose rows begin at ``start``.
 
-    Step i works on block ``stop - 1 - i``; step 0 is always masked.
+    Gives (stop, bare, left, steps): step i works on block ``stop - 1 - i``, from this stop on down, and is masked but
+    for [bare, left); step 0 always is. Blocks above it, and below the last step's, are other consumers' alone.
     """
     _, _, _, _, len_kv, offset, _ = place
     left, right = band
-    steps = stop - first
     edges = block_ranges(start, start + GROUP_ROWS, 0, len_kv, left, right, offset, PLAN.block_kv)
+    if PLAN.right_masked:
+        stop = gl.minimum(gl.maximum(edges[3], first + 1), stop)
+    if PLAN.left_masked:
+        first = gl.maximum(gl.minimum(edges[0], stop - 1), first)
+    steps = stop - first
     bare = 1
     left_masked = steps
     if PLAN.right_masked:
         bare = gl.minimum(gl.maximum(stop - edges[2], 1), steps)
     if PLAN.left_masked:
         left_masked = gl.minimum(gl.maximum(stop - edges[1], bare), steps)
-    return bare, left_masked, steps
+    return stop, bare, left_masked, steps
 
 
 # ---- from the producer to the consumers -----------------------------------------------------------------------------

@@ -9,33 +9,31 @@ product's accumulator: a thread holds block_kv / 4 columns of each of two rows, 
 import math
 
 from tilewise.kernels.gluon.compat import gl, gluon
-from tilewise.kernels.gluon.sync import apart_if_far
+from tilewise.kernels.gluon.sync import inverse_of_power
 
 LOG2E = gl.constexpr(math.log2(math.e))
 LN2 = gl.constexpr(math.log(2.0))
-SLACK = gl.constexpr(8.0)  # powers of two by which p may exceed 1 before row_max moves
 
 
 @gluon.jit
-def softmax_step(score, state, how, MASKED: gl.constexpr, LAZY: gl.constexpr):
+def softmax_step(score, state, how, MASKED: gl.constexpr):
     """Take rows (row_max, row_sum) one tile of scores further; give p, the new rows and what acc must be multiplied by.
 
-    ``state`` is () for rows that have seen nothing, and ``how`` (factor, softcap, NEGATIVE, seen, start): see
-    `finish_score` and `hide`. row_max counts in base 2, after scaling. row_sum is (64, 4), a part for each
+    ``state`` is () for rows that have seen nothing, and ``how`` (factors, softcap, NEGATIVE, seen, start): see
+    `scaled`, `finish_score` and `hide`. row_max counts in base 2, after scaling. row_sum is (64, 4), a part for each
     lane: the four meet once, when the tile of queries is done.
     """
-    factor, softcap, NEGATIVE, seen, start = how
+    factors, softcap, NEGATIVE, seen, start = how
     score = finish_score(score, softcap, NEGATIVE)
     if MASKED:
         score = hide(score, seen, start)
-    row_max_new = largest(score) * factor
+    row_max_new = scaled(largest(score), factors)
     if len(state) > 0:
-        row_max_new = moved(state[0], row_max_new, LAZY)
+        row_max_new = gl.maximum(state[0], row_max_new)
     anchor = row_max_new
     if MASKED:
         anchor = gl.where(row_max_new == -float("inf"), 0.0, row_max_new)
-    score, near = (score, anchor) if len(softcap) > 0 else apart_if_far(score, factor, anchor)
-    p = gl.exp2(score * factor - near[:, None])
+    p = gl.exp2(score * factor_at(anchor, factors)[:, None] - anchor[:, None])
     row_sum = sum_of_lane(p)
     if len(state) > 0:
         rescale = gl.exp2(state[0] - anchor)
@@ -43,6 +41,52 @@ def softmax_step(score, state, how, MASKED: gl.constexpr, LAZY: gl.constexpr):
     else:
         rescale = gl.full_like(anchor, 1.0)
     return p, (row_max_new, row_sum), rescale
+
+
+# ---- scores that are far out ----------------------------------------------------------------------------------------
+#
+# ``score * factor - anchor`` is rounded once, and the anchor was rounded before: the largest score's difference is not
+# 0 but half a unit in the anchor's last place. A common factor of all p, it cancels against row_sum, until exp2
+# overflows: from 2**30 on. There the next power of two takes the factor's place, by which products are exact. So the
+# largest score gives p = 1, and all others 0, as they should: the next number that float32 has lies 64 or more below.
+# ``factors`` is (factor, power), or (1.0,) behind a softcap, which keeps scores near. Larger scores have larger
+# anchors on both sides of the border, because the power is not less than the factor.
+
+FAR = gl.constexpr(2.0**30)
+
+
+@gluon.jit
+def scaled(row_max, factors):
+    """Scale row_max to base 2, by what fits it."""
+    near = row_max * factors[0]
+    if len(factors) > 1:
+        near = gl.where(gl.abs(near) > FAR, row_max * factors[1], near)
+    return near
+
+
+@gluon.jit
+def factor_at(anchor, factors):
+    """Give each row the factor that its anchor was scaled by."""
+    rows = gl.full_like(anchor, factors[0])
+    if len(factors) > 1:
+        rows = gl.where(gl.abs(anchor) > FAR, factors[1], rows)
+    return rows
+
+
+@gluon.jit
+def unscaled(row_max, factors):
+    """Give row_max as scaled by the factor alone: what lse reports.
+
+    Asked of the result, not of row_max, which lies beyond the border where that does: what a loop has asked of its
+    row_max the compiler would keep for here, in registers.
+    """
+    if len(factors) > 1:
+        by_factor = row_max * inverse_of_power(factors[1]) * factors[0]
+        row_max = gl.where(gl.abs(by_factor) > FAR, by_factor, row_max)
+    return row_max
+
+
+# ---- parts of a step ------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -70,14 +114,27 @@ def finish_score(score, softcap, NEGATIVE: gl.constexpr):
 def hide(score, seen, start):
     """Put -inf where a row does not see a key. ``seen`` holds the ends of each row's interval of keys, see `rows_see`.
 
-    An interval for each row, so that a score costs one comparison a side; `is_visible` asks the same by four.
+    An interval for each row, so that a score costs one comparison a side; `is_visible` asks the same by four. Of a
+    column's number 8 i + 2 lane + j the lane's part goes over to the interval: what is compared with it are constants,
+    which take no registers and no instructions. A column for each value took both, over the loop without a mask too.
     """
-    columns: gl.constexpr = gl.SliceLayout(0, score.type.layout)
-    kv_pos = gl.arange(0, score.shape[1], layout=columns)[None, :]
-    visible = kv_pos < (seen[0] - start)[:, None]
+    parts = score.reshape([score.shape[0], score.shape[1] // 8, 4, 2])
+    last: gl.constexpr = gl.SliceLayout(3, parts.type.layout)
+    eights: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, last))
+    lanes: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, last))
+    pairs: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, parts.type.layout)))
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, last))
+    kv_pos = 8 * gl.arange(0, parts.shape[1], layout=eights)[None, :, None, None]
+    kv_pos += gl.arange(0, 2, layout=pairs)[None, None, None, :]
+    origin = start + 2 * gl.arange(0, 4, layout=lanes)[None, None, :, None]
+    stop = gl.convert_layout(seen[0], rows, assert_trivial=True)[:, None, None, None] - origin
+    visible = kv_pos < stop
     if len(seen) > 1:
-        visible = visible & (kv_pos >= (seen[1] - start)[:, None])
-    return gl.where(visible, score, -float("inf"))
+        visible = visible & (
+            kv_pos >= gl.convert_layout(seen[1], rows, assert_trivial=True)[:, None, None, None] - origin
+        )
+    shown = gl.where(visible, parts, -float("inf")).reshape([score.shape[0], score.shape[1]])
+    return gl.convert_layout(shown, score.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -88,18 +145,6 @@ def rows_see(q_pos, len_kv, offset, band):
     if right is not None:
         stop = gl.minimum(q_pos + (offset + right + 1), len_kv)
     return (stop,) if left is None else (stop, q_pos + (offset - left))
-
-
-@gluon.jit
-def moved(row_max, row_max_new, LAZY: gl.constexpr):
-    """Give the maximum of both; LAZY keeps the old one while p stays below 2**8.
-
-    Any number near the maximum serves as an anchor, and the sums are exact with each. While it stays, rescale is
-    exactly 1, and most steps need not touch acc.
-    """
-    if LAZY:
-        return gl.where(row_max_new - row_max > SLACK, row_max_new, row_max)
-    return gl.maximum(row_max, row_max_new)
 
 
 @gluon.jit

@@ -6,16 +6,15 @@ from tilewise.kernels.gluon.compat import gl, gluon
 from tilewise.kernels.gluon.softmax import hide, largest, sum_of_lane, to_rows_of
 from tilewise.kernels.gluon.sync import exp2_shared, inverse_of_power, log2_of_power, pack_e4m3
 
-TOP = gl.constexpr(8.0)  # p stays at or below 2**8
-SLACK = gl.constexpr(4.0)  # powers of two of these that a lazy maximum leaves free
+TOP = gl.constexpr(8.0)  # the largest p of a row is 2**8, which e4m3 has
 
 
 @gluon.jit
-def softmax_step(score, state, how, MASKED: gl.constexpr, LAZY: gl.constexpr, SOFT: gl.constexpr):
+def softmax_step(score, state, how, MASKED: gl.constexpr, SOFT: gl.constexpr):
     """Take rows (row_max, row_sum) one tile of scores further, as `softmax.softmax_step` does.
 
     ``how`` is (q_factor, (k_scale, v_scale), NEGATIVE, seen, start). p is in the units of the block's v, and row_max
-    the number for which the largest p is 2**height; row_sum takes the units off, so that both give lse as ever.
+    the number for which the largest p is 2**8; row_sum takes the units off, so that both give lse as ever.
     """
     q_factor, of_block, NEGATIVE, seen, start = how
     k_scale, v_scale = of_block
@@ -25,9 +24,9 @@ def softmax_step(score, state, how, MASKED: gl.constexpr, LAZY: gl.constexpr, SO
         score = -score
     if MASKED:
         score = hide(score, seen, start)
-    row_max_new = largest(score) * factor + (unit - height(LAZY))
+    row_max_new = largest(score) * factor + (unit - TOP)
     if len(state) > 0:
-        row_max_new = moved(state[0], row_max_new, LAZY)
+        row_max_new = gl.maximum(state[0], row_max_new)
     anchor = row_max_new
     if MASKED:
         anchor = gl.where(row_max_new == -float("inf"), 0.0, row_max_new)
@@ -40,20 +39,6 @@ def softmax_step(score, state, how, MASKED: gl.constexpr, LAZY: gl.constexpr, SO
     else:
         rescale = gl.full_like(anchor, 1.0)
     return p, (row_max_new, row_sum), rescale
-
-
-@gluon.constexpr_function
-def height(lazy):
-    """Give the power of two that p reaches where row_max is a block's own."""
-    return TOP - SLACK if lazy else TOP
-
-
-@gluon.jit
-def moved(row_max, row_max_new, LAZY: gl.constexpr):
-    """Give the maximum of both; LAZY keeps the old one while p fits e4m3."""
-    if LAZY:
-        return gl.where(row_max_new - row_max > SLACK, row_max_new, row_max)
-    return gl.maximum(row_max, row_max_new)
 
 
 @gluon.jit

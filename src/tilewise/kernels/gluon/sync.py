@@ -388,45 +388,6 @@ def rescale_if_moved(acc, rescale):
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [acc, rescale[:, None]], dtype=gl.float32, is_pure=False, pack=N)
 
 
-@gluon.constexpr_function
-def _apart_asm(n):
-    # Outputs $0 .. $n-1, then score, anchor and factor; rows alternate as in `_rescale_asm`. 0f4E800000 is 2**30.
-    lines = [".reg .pred up, down, any; .reg .f32 size;"]
-    lines += [f"abs.f32 size, ${2 * n}; setp.gt.f32 up, size, 0f4E800000;"]
-    lines += [f"abs.f32 size, ${2 * n + 2}; setp.gt.f32 down, size, 0f4E800000;"]
-    lines += ["or.pred any, up, down; vote.sync.any.pred any, any, 0xffffffff;"]
-    lines += [f"mov.b32 ${i}, ${n + i};" for i in range(n)]
-    lines += ["@!any bra.uni NEAR;"]
-    for i in range(n):
-        row = "up" if i % 4 < 2 else "down"
-        lines += [f"@{row} mul.rn.f32 ${i}, ${i}, ${3 * n}; @{row} sub.rn.f32 ${i}, ${i}, ${2 * n + i};"]
-    return "{ " + "\n".join(lines) + "\nNEAR: }"
-
-
-@gluon.constexpr_function
-def _apart_constraints(n):
-    return ",".join(["=&f"] * n + ["f"] * (3 * n))
-
-
-@gluon.jit
-def apart_if_far(score, factor, anchor):
-    """Give (score, anchor) for ``exp2(score * factor - anchor)`` such that it overflows nowhere.
-
-    That is one instruction, rounded once, while the anchor was rounded before: the largest score's difference is not 0
-    but half a unit in the anchor's last place. A common factor of all p, it cancels against row_sum, until exp2
-    overflows: with anchors from 2**30 on. In rows with such an anchor it is taken off here, in two steps that round as
-    the anchor did, and 0 is left to take off: the largest score is then 0, and all others 64 or more below. ``score``
-    is (64, block_kv) in the layout of a product's accumulator; the vote asks one warp, as in `rescale_if_moved`.
-    """
-    N: gl.constexpr = _values_of_thread(score)
-    ASM: gl.constexpr = _apart_asm(N)
-    CONSTRAINTS: gl.constexpr = _apart_constraints(N)
-    factors = gl.full_like(anchor, 0.0) + factor
-    arguments = [score, anchor[:, None], factors[:, None]]
-    score = gl.inline_asm_elementwise(ASM, CONSTRAINTS, arguments, dtype=gl.float32, is_pure=False, pack=N)
-    return score, gl.where(gl.abs(anchor) > 2.0**30, 0.0, anchor)
-
-
 @gluon.jit
 def opaque_zero(x):
     """Give 0 for any int32 from 0 on, in a way that no compiler sees through.
