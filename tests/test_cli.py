@@ -41,7 +41,7 @@ def tilewise(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 def started(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": SOURCE, **variables}
-    command = [sys.executable, "-m", "tilewise.cli", *words]
+    command = [sys.executable, "-m", "tilewise", *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 

@@ -142,7 +142,7 @@ def lab() -> Iterator[Lab]:
         pytest.skip("no Chromium on this machine")
     from playwright.sync_api import sync_playwright
 
-    command = [sys.executable, "-m", "tilewise.cli", "lab", "--no-browser"]
+    command = [sys.executable, "-m", "tilewise", "lab", "--no-browser"]
     environment = {**os.environ, "PYTHONPATH": SOURCE}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert server.stdout is not None

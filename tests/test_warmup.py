@@ -74,7 +74,7 @@ def test_a_warm_up_compiles_for_a_gpu_that_is_not_here_and_a_second_finds_all(tm
 
 
 def test_the_command_says_what_it_compiled_and_where(tmp_path: Path) -> None:
-    done = run("-m", "tilewise.cli", "warmup", "--target", "sm_80", "--dim", "16", "--dtype", "float16",
+    done = run("-m", "tilewise", "warmup", "--target", "sm_80", "--dim", "16", "--dtype", "float16",
                "--kinds", "forward", "--workers", "1")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "2 calls on sm_80: 2 kernels compiled" in done.stdout

@@ -437,7 +437,3 @@ def lab(
     from tilewise.lab.serve import serve
 
     serve(port, browser=browser, tell=lambda address: print_blocks([f"the lab is at {address}; Ctrl-C ends it"]))
-
-
-if __name__ == "__main__":
-    main()
