@@ -156,13 +156,16 @@ _ANY = 1 << 31
 # By head dim and whether a band cuts tiles: (longest len_q, settings), the fastest of what was measured on an H200 in
 # bfloat16 with 16,384 tokens and 2,048 columns over all heads. Three consumers waste rows where few are needed.
 TABLE: Mapping[tuple[int, bool], tuple[tuple[int, Settings], ...]] = {
-    (64, False): ((512, _TWO_64), (_ANY, _THREE_64)),
+    (64, False): ((512, _TWO_64._replace(stages=4)), (_ANY, _THREE_64)),
     (64, True): (
-        (1024, _TWO_64._replace(stages=4, schedule="dynamic")),
+        (1024, _TWO_64._replace(stages=4, lazy=False, schedule="dynamic")),
         (_ANY, _THREE_64._replace(stages=4, schedule="dynamic")),
     ),
     (128, False): ((8192, _WHOLE_128), (_ANY, _WHOLE_128._replace(ping_pong=False))),
-    (128, True): ((_ANY, _WHOLE_128._replace(lazy=True, pack=True, schedule="dynamic")),),
+    (128, True): (
+        (512, _WHOLE_128._replace(block_kv=64, stages=4, pack=True, schedule="dynamic")),
+        (_ANY, _WHOLE_128._replace(lazy=True, pack=True, schedule="dynamic")),
+    ),
     (256, False): ((_ANY, _WHOLE_256),),
     (256, True): (
         (2048, _WHOLE_256._replace(pack=True, schedule="dynamic")),
@@ -359,6 +362,7 @@ def arguments(
         "right": clip(band.right, problem),
         "factor": factor,
         "power": 2.0 ** min(math.ceil(math.log2(factor)), 127),
+        "far": 2.0**30 / factor,
         "softcap": score.softcap * LOG2E if score.softcap else None,
         "GROUPS": chosen.groups,
         "BLOCK_KV": chosen.block_kv,

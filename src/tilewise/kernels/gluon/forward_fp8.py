@@ -255,7 +255,7 @@ def last_values(used, ring, lane, state, place, q_pos, lse_ptr, heads, total_q, 
         acc = acc * to_rows_of(rescale, acc)[:, None]
     wait(B.v_full + stage, (before // PLAN.stages) & 1, PLAN.bar_off)
     acc_begun = add_values(p, v_buffers, stage, acc, PLAN)
-    inverse, lse = finish_rows(rows, ())
+    inverse, lse = finish_rows(*rows, ())
     if lse_ptr is not None:
         of_all = head if PLAN.packed else sequence * heads + head
         gl.store(lse_ptr + of_all.to(gl.int64) * total_q + (q_base + q_pos), lse, mask=q_pos < len_q)

@@ -9,7 +9,6 @@ product's accumulator: a thread holds block_kv / 4 columns of each of two rows, 
 import math
 
 from tilewise.kernels.gluon.compat import gl, gluon
-from tilewise.kernels.gluon.sync import inverse_of_power
 
 LOG2E = gl.constexpr(math.log2(math.e))
 LN2 = gl.constexpr(math.log(2.0))
@@ -17,73 +16,52 @@ LN2 = gl.constexpr(math.log(2.0))
 
 @gluon.jit
 def softmax_step(score, state, how, MASKED: gl.constexpr):
-    """Take rows (row_max, row_sum) one tile of scores further; give p, the new rows and what acc must be multiplied by.
+    """Take a state one tile of scores further; give p, the new state and what acc must be multiplied by.
 
-    ``state`` is () for rows that have seen nothing, and ``how`` (factors, softcap, NEGATIVE, seen, start): see
-    `scaled`, `finish_score` and `hide`. row_max counts in base 2, after scaling. row_sum is (64, 4), a part for each
-    lane: the four meet once, when the tile of queries is done.
+    A state is (row_max, anchor, row_sum), or () for rows that have seen nothing: the maximum of the scores, the same
+    scaled to base 2, and (64, 4) sums, a part for each lane: the four meet once, when the tile of queries is done.
+    ``how`` is (factors, softcap, NEGATIVE, seen, start): see `scaled`, `finish_score` and `hide`.
     """
     factors, softcap, NEGATIVE, seen, start = how
     score = finish_score(score, softcap, NEGATIVE)
     if MASKED:
         score = hide(score, seen, start)
-    row_max_new = scaled(largest(score), factors)
+    row_max = largest(score)
     if len(state) > 0:
-        row_max_new = gl.maximum(state[0], row_max_new)
-    anchor = row_max_new
+        row_max = gl.maximum(state[0], row_max)
+    anchor_new, factor = scaled(row_max, factors)
+    anchor = anchor_new
     if MASKED:
-        anchor = gl.where(row_max_new == -float("inf"), 0.0, row_max_new)
-    p = gl.exp2(score * factor_at(anchor, factors)[:, None] - anchor[:, None])
+        anchor = gl.where(anchor_new == -float("inf"), 0.0, anchor_new)
+    p = gl.exp2(score * factor[:, None] - anchor[:, None])
     row_sum = sum_of_lane(p)
     if len(state) > 0:
-        rescale = gl.exp2(state[0] - anchor)
-        row_sum = state[1] * to_rows_of(rescale, row_sum)[:, None] + row_sum
+        # Without a maximum between them the compiler joins product and difference: rows that stayed would not get 1.
+        rescale = gl.exp2(state[1] - gl.maximum(state[1], anchor))
+        row_sum = state[2] * to_rows_of(rescale, row_sum)[:, None] + row_sum
     else:
         rescale = gl.full_like(anchor, 1.0)
-    return p, (row_max_new, row_sum), rescale
-
-
-# ---- scores that are far out ----------------------------------------------------------------------------------------
-#
-# ``score * factor - anchor`` is rounded once, and the anchor was rounded before: the largest score's difference is not
-# 0 but half a unit in the anchor's last place. A common factor of all p, it cancels against row_sum, until exp2
-# overflows: from 2**30 on. There the next power of two takes the factor's place, by which products are exact. So the
-# largest score gives p = 1, and all others 0, as they should: the next number that float32 has lies 64 or more below.
-# ``factors`` is (factor, power), or (1.0,) behind a softcap, which keeps scores near. Larger scores have larger
-# anchors on both sides of the border, because the power is not less than the factor.
-
-FAR = gl.constexpr(2.0**30)
+    return p, (row_max, anchor_new, row_sum), rescale
 
 
 @gluon.jit
 def scaled(row_max, factors):
-    """Scale row_max to base 2, by what fits it."""
-    near = row_max * factors[0]
-    if len(factors) > 1:
-        near = gl.where(gl.abs(near) > FAR, row_max * factors[1], near)
-    return near
+    """Scale row_max to base 2, by what fits it; give that factor too. Larger scores stay the larger ones.
 
+    ``score * factor - anchor`` is rounded once, and the anchor was rounded before: the largest score's difference is
+    not 0 but half a unit in the anchor's last place. A common factor of all p, it cancels against row_sum, until exp2
+    overflows: from 2**30 on. There the next power of two takes the factor's place, by which products are exact. So the
+    largest score gives p = 1, and all others 0, as they should: the next number that float32 has lies 64 or more below.
 
-@gluon.jit
-def factor_at(anchor, factors):
-    """Give each row the factor that its anchor was scaled by."""
-    rows = gl.full_like(anchor, factors[0])
-    if len(factors) > 1:
-        rows = gl.where(gl.abs(anchor) > FAR, factors[1], rows)
-    return rows
-
-
-@gluon.jit
-def unscaled(row_max, factors):
-    """Give row_max as scaled by the factor alone: what lse reports.
-
-    Asked of the result, not of row_max, which lies beyond the border where that does: what a loop has asked of its
-    row_max the compiler would keep for here, in registers.
+    ``factors`` is (factor, power, far), with far = 2**30 / factor; behind a softcap, which keeps scores near, (1.0,).
     """
-    if len(factors) > 1:
-        by_factor = row_max * inverse_of_power(factors[1]) * factors[0]
-        row_max = gl.where(gl.abs(by_factor) > FAR, by_factor, row_max)
-    return row_max
+    factor = gl.full_like(row_max, factors[0])
+    anchor = row_max * factors[0]
+    if len(factors) > 1:  # asked of the score itself, beside the product and not behind it: every step waits for this
+        far = gl.abs(row_max) > factors[2]
+        factor = gl.where(far, factors[1], factor)
+        anchor = gl.where(far, row_max * factors[1], anchor)
+    return anchor, factor
 
 
 # ---- parts of a step ------------------------------------------------------------------------------------------------
@@ -164,12 +142,11 @@ def sum_of_lane(p):
 
 
 @gluon.jit
-def finish_rows(state, sink):
+def finish_rows(row_max, row_sum, sink):
     """Give what acc must be divided by, as a factor, and lse in natural logarithms. A row that saw nothing: 0 and -inf.
 
-    ``sink`` is () or (a score in base 2,): one more step with no value.
+    ``row_max`` is in base 2; ``sink`` is () or (a score in base 2,): one more step with no value.
     """
-    row_max, row_sum = state
     total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout, assert_trivial=True)
     rescale = gl.full_like(total, 1.0)
     if len(sink) > 0:
