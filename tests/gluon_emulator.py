@@ -213,13 +213,17 @@ def log2_of_power(x: Tensor) -> Tensor:
     return Tensor((exponent - 1).astype(np.float32), gl.float32, x.layout)
 
 
+def one_beyond(x: Tensor, border: Tensor) -> Tensor:
+    return Tensor((np.abs(x.data) > tensor(border).data).astype(np.float32), gl.float32, x.layout)
+
+
 TRICKS: dict[str, Callable[..., Any]] = {
     "arrive": arrive, "wait": wait, "wait_if": wait_if, "named_sync": named_sync, "named_arrive": named_arrive,
     "put": put, "get": get, "count": count, "rescale_if_moved": rescale_if_moved,
     "lane_id": lambda: tensor(0), "first_lane": lambda x: x, "pack": lambda x, dtype: x.to(dtype),
     "exp2_shared": lambda y, _: Tensor(np.exp2(np.maximum(y.data, -126)), y.dtype, y.layout),
     "pack_e4m3": pack_e4m3, "bytes_of": bytes_of, "log2_of_power": log2_of_power,
-    "inverse_of_power": lambda x: 1.0 / x,
+    "inverse_of_power": lambda x: 1.0 / x, "one_beyond": one_beyond,
 }  # fmt: skip
 FUNCTIONS.update(
     program_id=program_id, num_programs=num_programs, allocate_shared_memory=allocate, atomic_add=atomic_add,

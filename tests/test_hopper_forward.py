@@ -187,18 +187,21 @@ def test_steep_scores_move_the_maximum_often_and_stay_within_budget() -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])  # acc is rescaled lazily, at once, lazily
-def test_scores_beyond_any_exponent_choose_their_largest(dim: int) -> None:
+@pytest.mark.parametrize("scale", [0.11, -0.11, 3.0])
+def test_scores_beyond_any_exponent_choose_their_largest(dim: int, scale: float) -> None:
     q = torch.full((1, 1, 130, dim), 133120.0, dtype=torch.bfloat16)
     k, v = q.clone(), torch.randn(1, 1, 130, dim).bfloat16()
     q[:, :, 40:50] /= 133120  # rows with near scores, beside far ones in a warp
+    q[:, :, 60:70] *= -1  # rows whose scores are all far below
     k[:, :, 5] *= 2
     k[:, :, 100] *= 4
-    call = Call(Tensors(q, k, v), options(scale=0.11), torch.randn_like(q), torch.randn(1, 1, 130))
+    k[:, :, 30:40] /= 133120  # keys with near scores, in lanes of their own
+    call = Call(Tensors(q, k, v), options(scale=scale), torch.randn_like(q), torch.randn(1, 1, 130))
     got = run(call, settings_of(dim, cut=False))
-    choice = v[:, :, 100:101].expand(-1, -1, 130, -1)
-    assert torch.equal(got.out, choice)
-    scores = (q.double() @ k.double().mT * 0.11).amax(-1)
-    assert ((got.lse.double() - scores).abs() <= 4 * torch.finfo(torch.float32).eps * scores.abs()).all()
+    scores = q.double() @ k.double().mT * scale
+    assert torch.equal(got.out, (torch.softmax(scores, -1) @ v.double()).bfloat16())
+    right = torch.logsumexp(scores, -1)
+    assert ((got.lse.double() - right).abs() <= 4 * torch.finfo(torch.float32).eps * right.abs()).all()
 
 
 def test_without_an_lse_out_is_the_same() -> None:

@@ -361,7 +361,6 @@ def arguments(
         "left": clip(band.left, problem),
         "right": clip(band.right, problem),
         "factor": factor,
-        "power": 2.0 ** min(math.ceil(math.log2(factor)), 127),
         "far": 2.0**30 / factor,
         "softcap": score.softcap * LOG2E if score.softcap else None,
         "GROUPS": chosen.groups,
@@ -378,6 +377,7 @@ def arguments(
         "CLIPPED": clipped,
         "TOP_LEFT": band.align == "top_left",
         "NEGATIVE": score.scale < 0,
+        "POWER": 2.0 ** min(max(math.ceil(math.log2(factor)), 0), 127),  # 1 for all usual scales
         "CONSUMER_REGISTERS": chosen.consumer_registers,
         "PRODUCER_REGISTERS": chosen.producer_registers,
         "BAR_OFF": sum(_shared_bytes(chosen, dim_qk, dim_v)),

@@ -215,9 +215,7 @@ def step(i, used, q, ring, lane, state, tile, score_with, MASKED: gl.constexpr, 
 
 
 @gluon.jit
-def last_values(
-    used, ring, lane, state, place, q_pos, lse_ptr, sinks, heads, total_q, factor, PLAN: gl.constexpr
-):  # fmt: skip
+def last_values(used, ring, lane, state, place, q_pos, lse_ptr, sinks, heads, total_q, PLAN: gl.constexpr):
     """Add the last block's values, with lse in its shadow; give the finished tile of out, in float32."""
     B: gl.constexpr = barriers(PLAN)
     _, v_buffers = ring
@@ -229,8 +227,8 @@ def last_values(
         acc = acc * to_rows_of(rescale, acc)[:, None]
     wait(B.v_full + stage, (before // PLAN.stages) & 1, PLAN.bar_off)
     acc_begun = add_values(p, v_buffers, stage, acc, PLAN)
-    row_max, _, row_sum = rows
-    inverse, lse = finish_rows(row_max * factor, row_sum, sink_of(sinks, sequence, head))
+    _, anchor, row_sum = rows
+    inverse, lse = finish_rows(anchor, row_sum, sink_of(sinks, sequence, head))
     if lse_ptr is not None:
         of_all = head if PLAN.packed else sequence * heads + head
         gl.store(lse_ptr + of_all.to(gl.int64) * total_q + (q_base + q_pos), lse, mask=q_pos < len_q)
@@ -329,7 +327,7 @@ def consume(out_map, lse_ptr, sinks, buffers, bars, work, band, score_with, G: g
             for i in range(left_masked, steps):
                 state = step(i, used, q, ring, lane, state, tile, score_with, True, G, PLAN)
                 used += 1
-        out = last_values(used, ring, lane, state, place, q_pos, lse_ptr, sinks, heads, len_q, score_with[0][0], PLAN)
+        out = last_values(used, ring, lane, state, place, q_pos, lse_ptr, sinks, heads, len_q, PLAN)
         if PLAN.left_masked:
             for _ in range(stop - steps - first):
                 used = pass_over(used, lane, G, PLAN)
@@ -377,14 +375,13 @@ def plan_of(*values):
 @gluon.jit
 def attention_forward(
     q_map, k_map, v_map, out_map, lse_ptr, counter_ptr, sink_ptr, kv_start_ptr, kv_stop_ptr, cu_q_ptr, cu_k_ptr,
-    sink_batch_stride: gl.int64, sink_head_stride: gl.int64, k_batch_rows: gl.int32, v_batch_rows: gl.int32,
-    tiles: gl.int32, batch: gl.int32, heads: gl.int32, group: gl.int32, section: gl.int32,
-    len_q: gl.int32, len_kv: gl.int32, offset: gl.int32, left, right, factor: gl.float32, power: gl.float32,
-    far: gl.float32, softcap,
+    sink_batch_stride: gl.int64, sink_head_stride: gl.int64, far: gl.float32, k_batch_rows: gl.int32,
+    v_batch_rows: gl.int32, tiles: gl.int32, batch: gl.int32, heads: gl.int32, group: gl.int32, section: gl.int32,
+    len_q: gl.int32, len_kv: gl.int32, offset: gl.int32, left, right, factor: gl.float32, softcap,
     GROUPS: gl.constexpr, BLOCK_KV: gl.constexpr, BLOCK_DIM_QK: gl.constexpr, BLOCK_DIM_V: gl.constexpr,
     STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, DYNAMIC: gl.constexpr, LONGEST_FIRST: gl.constexpr,
     PING_PONG: gl.constexpr, LAZY: gl.constexpr, PACK: gl.constexpr, CLIPPED: gl.constexpr, TOP_LEFT: gl.constexpr,
-    NEGATIVE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    NEGATIVE: gl.constexpr, POWER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     BAR_OFF: gl.constexpr,
 ):  # fmt: skip
     """Compute out and lse of all tiles; ``backends/hopper.py`` says what each argument is."""
@@ -405,7 +402,7 @@ def attention_forward(
     band = (left, right)
     ranges = (kv_start_ptr, kv_stop_ptr, cu_q_ptr, cu_k_ptr)
     sinks = (sink_ptr, sink_batch_stride, sink_head_stride)
-    score_with = ((factor, power, far), ()) if softcap is None else ((1.0,), (factor / softcap, softcap))
+    score_with = ((factor, far, POWER), ()) if softcap is None else ((1.0,), (factor / softcap, softcap))
     smem = (q_s, k_s, v_s, out_s)
     loads = (q_map, k_map, v_map)
     if GROUPS == 2:

@@ -9,6 +9,7 @@ product's accumulator: a thread holds block_kv / 4 columns of each of two rows, 
 import math
 
 from tilewise.kernels.gluon.compat import gl, gluon
+from tilewise.kernels.gluon.sync import one_beyond
 
 LOG2E = gl.constexpr(math.log2(math.e))
 LN2 = gl.constexpr(math.log(2.0))
@@ -18,22 +19,21 @@ LN2 = gl.constexpr(math.log(2.0))
 def softmax_step(score, state, how, MASKED: gl.constexpr):
     """Take a state one tile of scores further; give p, the new state and what acc must be multiplied by.
 
-    A state is (row_max, anchor, row_sum), or () for rows that have seen nothing: the maximum of the scores, the same
-    scaled to base 2, and (64, 4) sums, a part for each lane: the four meet once, when the tile of queries is done.
-    ``how`` is (factors, softcap, NEGATIVE, seen, start): see `scaled`, `finish_score` and `hide`.
+    A state is (row_max, anchor, row_sum), or () for rows that have seen nothing: the maximum of the scores; the same
+    scaled to base 2, or 0 where all were hidden; and (64, 4) sums, a part for each lane, which meet once in the end.
+    ``how`` is (factors, softcap, NEGATIVE, seen, start): see `factor_of`, `finish_score` and `hide`.
     """
     factors, softcap, NEGATIVE, seen, start = how
     score = finish_score(score, softcap, NEGATIVE)
     if MASKED:
         score = hide(score, seen, start)
-    row_max = largest(score)
+    largest = largest_of_lane(score)
+    row_max = to_rows_of(gl.max(largest, 1), score)
     if len(state) > 0:
         row_max = gl.maximum(state[0], row_max)
-    anchor_new, factor = scaled(row_max, factors)
-    anchor = anchor_new
-    if MASKED:
-        anchor = gl.where(anchor_new == -float("inf"), 0.0, anchor_new)
-    p = gl.exp2(score * factor[:, None] - anchor[:, None])
+    finite = gl.where(row_max == -float("inf"), 0.0, row_max) if MASKED else row_max
+    anchor = finite * factors[0]
+    p = gl.exp2(scaled(score, finite, factor_of(largest, factors)))
     row_sum = sum_of_lane(p)
     if len(state) > 0:
         # Without a maximum between them the compiler joins product and difference: rows that stayed would not get 1.
@@ -41,27 +41,39 @@ def softmax_step(score, state, how, MASKED: gl.constexpr):
         row_sum = state[2] * to_rows_of(rescale, row_sum)[:, None] + row_sum
     else:
         rescale = gl.full_like(anchor, 1.0)
-    return p, (row_max, anchor_new, row_sum), rescale
+    return p, (row_max, anchor, row_sum), rescale
 
 
 @gluon.jit
-def scaled(row_max, factors):
-    """Scale row_max to base 2, by what fits it; give that factor too. Larger scores stay the larger ones.
+def factor_of(largest, factors):
+    """Give the factor by which each lane scales its scores of a row: (64, 4), from the largest of them.
 
     ``score * factor - anchor`` is rounded once, and the anchor was rounded before: the largest score's difference is
     not 0 but half a unit in the anchor's last place. A common factor of all p, it cancels against row_sum, until exp2
-    overflows: from 2**30 on. There the next power of two takes the factor's place, by which products are exact. So the
-    largest score gives p = 1, and all others 0, as they should: the next number that float32 has lies 64 or more below.
+    overflows: from 2**30 on. There a power of two takes the factor's place, by which products are exact. So the largest
+    score gives p = 1, and all others 0, as they should: the next number that float32 has lies 64 or more below.
 
-    ``factors`` is (factor, power, far), with far = 2**30 / factor; behind a softcap, which keeps scores near, (1.0,).
+    A lane asks its own scores, before it hears of the row's maximum, so that nothing waits for the answer. That is
+    enough: where its own are near and the row's maximum is not, or its own are far below, p is 0 by either factor.
+
+    ``factors`` is (factor, far, POWER): 2**30 / factor, and a power of two not below the factor. Behind a softcap,
+    which keeps scores near, it is (1.0,).
     """
-    factor = gl.full_like(row_max, factors[0])
-    anchor = row_max * factors[0]
-    if len(factors) > 1:  # asked of the score itself, beside the product and not behind it: every step waits for this
-        far = gl.abs(row_max) > factors[2]
-        factor = gl.where(far, factors[1], factor)
-        anchor = gl.where(far, row_max * factors[1], anchor)
-    return anchor, factor
+    factor = gl.full_like(largest, factors[0])
+    if len(factors) > 1:
+        factor = gl.maximum(factor, one_beyond(largest, factors[1]) * factors[2])
+    return factor
+
+
+@gluon.jit
+def scaled(score, row_max, factor):
+    """Give the exponents of p, (score - row_max) * factor, by one rounding; ``factor`` is (64, 4), by lane."""
+    parts = score.reshape([score.shape[0], score.shape[1] // 8, 4, 2])
+    by_lane: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout))
+    factor = gl.convert_layout(factor, by_lane, assert_trivial=True)
+    anchor = to_rows_of(row_max, factor)[:, None] * factor
+    parts = parts * factor[:, None, :, None] - anchor[:, None, :, None]
+    return gl.convert_layout(parts.reshape([score.shape[0], score.shape[1]]), score.type.layout, assert_trivial=True)
 
 
 # ---- parts of a step ------------------------------------------------------------------------------------------------
@@ -126,12 +138,10 @@ def rows_see(q_pos, len_kv, offset, band):
 
 
 @gluon.jit
-def largest(score):
-    """Give each row's maximum, by short chains: a plain reduction is one chain of dependent maxima."""
-    rows: gl.constexpr = gl.SliceLayout(1, score.type.layout)
+def largest_of_lane(score):
+    """Give the largest that each lane holds of a row, (64, 4), by short chains: a plain reduction is a long one."""
     parts = score.reshape([score.shape[0], 4, score.shape[1] // 32, 4, 2])
-    parts = gl.max(gl.max(gl.max(parts, 2), 3), 1)
-    return gl.convert_layout(gl.max(parts, 1), rows, assert_trivial=True)
+    return gl.max(gl.max(gl.max(parts, 2), 3), 1)
 
 
 @gluon.jit
@@ -142,18 +152,17 @@ def sum_of_lane(p):
 
 
 @gluon.jit
-def finish_rows(row_max, row_sum, sink):
+def finish_rows(anchor, row_sum, sink):
     """Give what acc must be divided by, as a factor, and lse in natural logarithms. A row that saw nothing: 0 and -inf.
 
-    ``row_max`` is in base 2; ``sink`` is () or (a score in base 2,): one more step with no value.
+    ``anchor`` is in base 2; ``sink`` is () or (a score in base 2,): one more step with no value.
     """
-    total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout, assert_trivial=True)
+    total = gl.convert_layout(gl.sum(row_sum, 1), anchor.type.layout, assert_trivial=True)
     rescale = gl.full_like(total, 1.0)
     if len(sink) > 0:
-        row_max_new = gl.maximum(row_max, sink[0])
-        anchor = gl.where(row_max_new == -float("inf"), 0.0, row_max_new)
-        rescale = gl.exp2(row_max - anchor)
-        total = total * rescale + gl.exp2(sink[0] - anchor)
-        row_max = row_max_new
+        anchor_new = gl.maximum(anchor, sink[0])
+        rescale = gl.exp2(anchor - anchor_new)
+        total = total * rescale + gl.exp2(sink[0] - anchor_new)
+        anchor = anchor_new
     total_or_1 = gl.where(total == 0.0, 1.0, total)
-    return rescale / total_or_1, row_max * LN2 + gl.log(total_or_1)
+    return rescale / total_or_1, gl.where(total == 0.0, -float("inf"), anchor * LN2 + gl.log(total_or_1))

@@ -3,7 +3,7 @@
 # Triton's values have no types that a checker knows.
 
 from tilewise.kernels.gluon.compat import gl, gluon
-from tilewise.kernels.gluon.softmax import hide, largest, sum_of_lane, to_rows_of
+from tilewise.kernels.gluon.softmax import hide, largest_of_lane, sum_of_lane, to_rows_of
 from tilewise.kernels.gluon.sync import exp2_shared, inverse_of_power, log2_of_power, pack_e4m3
 
 TOP = gl.constexpr(8.0)  # the largest p of a row is 2**8, which e4m3 has
@@ -24,7 +24,7 @@ def softmax_step(score, state, how, MASKED: gl.constexpr, SOFT: gl.constexpr):
         score = -score
     if MASKED:
         score = hide(score, seen, start)
-    row_max_new = largest(score) * factor + (unit - TOP)
+    row_max_new = to_rows_of(gl.max(largest_of_lane(score), 1), score) * factor + (unit - TOP)
     if len(state) > 0:
         row_max_new = gl.maximum(state[0], row_max_new)
     anchor = row_max_new

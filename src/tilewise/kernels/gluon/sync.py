@@ -360,13 +360,13 @@ def _values_of_thread(acc):
 @gluon.constexpr_function
 def _rescale_asm(n):
     # Outputs $0 .. $n-1, then acc, then rescale. Of four values in a row two are of one row of acc and two of another.
-    one = "0f3F800000"
-    lines = [f".reg .pred up, down; setp.neu.f32 up, ${2 * n}, {one}; setp.neu.f32 down, ${2 * n + 2}, {one};"]
-    lines += ["or.pred up, up, down; vote.sync.any.pred up, up, 0xffffffff;"]
-    lines += [f"mov.b32 ${i}, ${n + i};" for i in range(n)]
-    lines += ["@!up bra.uni SAME;"]
-    lines += [f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)]
-    return "{ " + "\n".join(lines) + "\nSAME: }"
+    lines = [".reg .pred moved;"] + [f"mov.b32 ${i}, ${n + i};" for i in range(n)]
+    for first, label in ((0, "UPPER"), (2, "LOWER")):
+        lines += [f"setp.neu.f32 moved, ${2 * n + first}, 0f3F800000; vote.sync.any.pred moved, moved, 0xffffffff;"]
+        lines += [f"@!moved bra.uni {label};"]
+        lines += [f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n) if i % 4 // 2 == first // 2]
+        lines += [f"{label}:"]
+    return "{ " + "\n".join(lines) + " }"
 
 
 @gluon.constexpr_function
@@ -376,16 +376,33 @@ def _rescale_constraints(n):
 
 @gluon.jit
 def rescale_if_moved(acc, rescale):
-    """Give ``acc * rescale[:, None]``, without the products where all rows of a warp have a rescale of exactly 1.
+    """Give ``acc * rescale[:, None]``, without the products for eight rows all of which have a rescale of exactly 1.
 
     ``acc`` is (64, dim) in the layout of a product's accumulator and belongs to four warps; ``rescale`` is (64,) in its
-    row layout. When the row maximum moves seldom, most steps save dim / 2 multiplications for each thread. Gluon's
-    ``if`` would ask all four warps; the vote inside the assembly asks one, and ptxas sees a uniform branch.
+    row layout. A warp holds eight rows in the upper half of its values and eight in the other. The more keys were seen,
+    the more seldom a row_max moves, and the less often these dim / 4 multiplications of each thread are due. Gluon's
+    ``if`` would ask all four warps; the votes inside the assembly ask one, and ptxas sees uniform branches.
     """
     N: gl.constexpr = _values_of_thread(acc)
     ASM: gl.constexpr = _rescale_asm(N)
     CONSTRAINTS: gl.constexpr = _rescale_constraints(N)
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [acc, rescale[:, None]], dtype=gl.float32, is_pure=False, pack=N)
+
+
+@gluon.jit
+def one_beyond(x, border):
+    """Give 1.0 where abs(x) > border, else 0.0, for borders from 2**-40 on: by saturation, so that no predicate waits.
+
+    Neighbours around the border lie 2**-24 of it apart, so that their difference, 2**64 times, is 1 or more.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 more; abs.f32 more, $1; sub.f32 more, more, $2; mul.sat.f32 $0, more, 0f5F800000; }",
+        "=f,f,f",
+        [x, border],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
