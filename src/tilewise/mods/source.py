@@ -20,6 +20,7 @@ from tilewise.mods.graph import compute_type
 from tilewise.mods.operations import OPERATIONS
 from tilewise.mods.values import Refusal, Value, cast, literal, operation_name
 
+FEW = 64  # elements of a tensor that a tile adds to one by one, rather than each pair for itself
 WHERE_FROM = {"score": {"q", "kv", "score"}, "q_pos": {"q"}, "kv_pos": {"kv"}}
 
 
@@ -177,10 +178,15 @@ def scatter(writer: Writer, site: int, value: Value) -> None:
         lines.append("d_load = tl.sum(d_load)")
         lines.append(f'tl.atomic_add(d_tensors[{tensor}][0]{offset}, d_load, sem="relaxed")')
     elif {"q", "kv"} <= depends:
-        # Far from the diagonal, say, all may read one element: thousands would wait for each other there.
+        # A table of distances, say: thousands would wait for each other at a few elements. An element at a time, then,
+        # those between the least and the last that a visible pair reads, as long as they are few.
         lines.append(f"d_offset = {offset.removeprefix(' + ')}")
-        lines.append("if tl.min(d_offset) == tl.max(d_offset):")
-        lines.append(f'    tl.atomic_add(d_tensors[{tensor}][0] + tl.max(d_offset), tl.sum(d_load), sem="relaxed")')
+        lines.append("first = tl.min(tl.where(visible, d_offset, 2**31 - 1))")
+        lines.append("last = tl.max(tl.where(visible, d_offset, -(2**31)))")
+        lines.append(f"if last - first < {FEW}:")
+        lines.append("    for at in range(first, last + 1):")
+        lines.append("        d_element = tl.sum(tl.where(d_offset == at, d_load, 0.0))")
+        lines.append(f'        tl.atomic_add(d_tensors[{tensor}][0] + at, d_element, sem="relaxed")')
         lines.append("else:")
         lines.append(f'    tl.atomic_add(d_tensors[{tensor}][0] + d_offset, d_load, mask=visible, sem="relaxed")')
     else:
