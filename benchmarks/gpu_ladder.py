@@ -58,7 +58,7 @@ def rungs(problem: Problem) -> dict[str, hopper.Settings]:
         ("tiles by a counter", {"schedule": best.schedule}),
         ("more stages", {"stages": best.stages}),
         ("turns", {"ping_pong": best.ping_pong}),
-        ("lazy maximum", {"lazy": best.lazy}),
+        ("lazy rescale", {"lazy": best.lazy}),
         ("packed rounding", {"pack": best.pack}),
     ):
         then = now._replace(**change)  # type: ignore[arg-type]

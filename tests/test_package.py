@@ -23,6 +23,7 @@ PACKAGE = ROOT / "src" / "tilewise"
 
 # Who may import whom: each row may import the rows below it, and its own unit, never a row above or a neighbour.
 ROWS = (
+    ("__main__",),
     ("cli",),
     ("lab",),
     ("adapters", "distributed", "bench"),

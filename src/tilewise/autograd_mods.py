@@ -49,16 +49,25 @@ def _run(tensors: Tensors, options: Options, asked: Asked) -> OutAndPerhapsLse:
     refuse_jvp(everything)
     if in_transform() or not all(x is None or type(x) in ORDINARY for x in everything):
         raise NotImplementedError(f"attention with a score_mod or mask_mod takes ordinary tensors alone. {ALONE}")
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, *captured.score)):
+    if _differentiates(tensors, captured):
         _check_gradients(problem, tensors, options, captured)
-        out, lse = _WithMods.apply(problem, together, options.backend, *tensors, *captured.score)  # type: ignore[no-untyped-call]
+        out, lse = _WithMods.apply(problem, together, options, *tensors, *captured.score)  # type: ignore[no-untyped-call]
         return out, lse
+    return _forward(problem, together, options)
+
+
+def _forward(problem: Problem, together: ModTensors, options: Options) -> OutAndPerhapsLse:
+    """Run the forward pass; a call like an earlier one finds it prepared."""
     like = problem, options.backend
     prepared = remembered(like)
     if prepared is None:
         return plain(problem, together, options, like)
     out, lse = prepared(together)
     return (out.transpose(1, 2) if options.layout == "bshd" else out), lse
+
+
+def _differentiates(tensors: Tensors, captured: Captured) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, *captured.score))
 
 
 _outside: Callable[[Tensors, Options, Asked], OutAndPerhapsLse] = torch.compiler.disable(
@@ -170,13 +179,15 @@ def _described(base: Problem, tensors: Tensors, asked: Asked) -> tuple[Problem, 
     specs = {f"score_tensors[{place}]": spec_of(x) for place, x in enumerate(captured.score)}
     specs |= {f"mask_tensors[{place}]": spec_of(x) for place, x in enumerate(captured.mask)}
     lists = None if asked.blocks is None else _lists_of(base, asked.blocks)
-    key = (base, *_identity(score), *_identity(mask), lists, tuple(specs.items()))
+    with_lse = base.return_lse or _differentiates(tensors, captured)  # the gradients need it
+    key = (base, with_lse, *_identity(score), *_identity(mask), lists, tuple(specs.items()))
     problem = _problems.get(key)
     if problem is None:
         _check_captured(base, specs)
         if len(_problems) >= _PROBLEMS_KEPT:
             _problems.clear()
-        problem = _problems[key] = replace(base, mods=Mods(score, mask, lists), specs={**base.specs, **specs})
+        mods = Mods(score, mask, lists)
+        problem = _problems[key] = replace(base, mods=mods, specs={**base.specs, **specs}, return_lse=with_lse)
     return problem, captured
 
 
@@ -245,15 +256,16 @@ class _WithMods(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, problem: Problem, together: ModTensors, backend: str | None, *flat: torch.Tensor | None
+        ctx: FunctionCtx, problem: Problem, together: ModTensors, options: Options, *flat: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run, and keep what the gradients need."""
-        out, lse = dispatch.forward(problem, together, backend)
+        out, lse = _forward(problem, together, options)
+        assert lse is not None  # noqa: S101 - the problem asks for it
         ctx.set_materialize_grads(False)
         captured = captured_of(together)
         bare, beside = _apart(captured)
         ctx.save_for_backward(*flat, out, lse, *beside)  # type: ignore[arg-type]  # None is allowed
-        ctx.call = problem, backend, bare, wants(problem, captured)  # type: ignore[attr-defined]
+        ctx.call = problem, options.backend, bare, wants(problem, captured)  # type: ignore[attr-defined]
         ctx.flat = len(flat)  # type: ignore[attr-defined]
         return out, lse
 

@@ -51,6 +51,8 @@ def within_lists(problem: Problem, sizes: Tiles) -> Tiles:
     if lists is None:
         return sizes
     block_q, block_kv = (size & -size for size in (lists.block_q, lists.block_kv))
+    if sizes.block_q <= block_q and sizes.block_kv <= block_kv:
+        return sizes
     return replace(sizes, block_q=min(sizes.block_q, block_q), block_kv=min(sizes.block_kv, block_kv))
 
 

@@ -122,10 +122,8 @@ class TorchRun:
 
     def open_backward(self) -> None:
         """Build the graph."""
-        if (
-            self.inputs.q.device.type == "cuda"
-        ):  # autograd's thread has no context yet, and would warn if cuBLAS came first
-            torch.ones((), device=self.inputs.q.device, requires_grad=True).exp().backward()  # type: ignore[no-untyped-call]
+        if self.inputs.q.device.type == "cuda":  # autograd's thread has no context yet, of which cuBLAS would warn
+            torch.ones((), device=self.inputs.q.device, requires_grad=True).exp().backward()
         self._leaves = tuple(x.detach().requires_grad_() for x in self.inputs[:3])
         q, k, v = self._leaves
         self._out = self.function(q, k, v, False)[0]
