@@ -66,6 +66,14 @@ MODS = [
     Mod("distance", lambda s, b, h, q, kv: s - 0.25 * abs(q - kv), case=grouped()),
     Mod("slopes of heads", lambda s, b, h, q, kv, t: s + t[h] * (kv - q), ((2,),), case=grouped(causal=True)),
     Mod("a table of distances", lambda s, b, h, q, kv, t: s + t[h, q - kv + 36], ((2, 60),), case=grouped()),
+    # Of so few a tile adds to one after the other; hidden pairs would read others.
+    Mod(
+        "a table of few distances",
+        lambda s, b, h, q, kv, t: torch.where(q >= kv, s + t[(q - kv).clamp(-3, 3), h], -torch.inf),
+        ((7, 2),),
+        case=grouped(causal=True),
+    ),
+    Mod("a table of two", lambda s, b, h, q, kv, t: s + t[(q - kv) % 3, h, (q + kv) % 2], ((3, 2, 2),), case=grouped()),
     Mod("a full bias", lambda s, b, h, q, kv, t: s + t[b, h, q, kv], ((1, 2, 20, 36),), case=grouped()),
     Mod("a capped score", lambda s, b, h, q, kv: 2.0 * torch.tanh(s / 2.0), case=grouped(softcap=5.0)),
     Mod("rows and columns", lambda s, b, h, q, kv, t, u: s * t[b, q] + u[kv], ((1, 20), (36,)), case=grouped()),

@@ -165,7 +165,7 @@ def _passes(problem: Problem, tensors: Tensors, sizes: tuple[Tiles, Tiles], need
     if needs.dk or needs.dv or scatter:
         count = tile_count(problem, problem.total_kv, by_keys.block_kv)
         for part, blocks, pieces in _key_passes(problem, by_keys, needs, scatter):
-            scatters = scatter and len(part) != 1
+            scatters = len(part) == 2
             mods = triton_mods.arguments(problem, tensors, by_key=True, scatter=scatters)
             more = {"tiles": count, **block_arguments(problem, blocks), **mods, **part}
             grid = count * heads // problem.group, pieces
@@ -181,23 +181,21 @@ def _key_passes(problem: Problem, sizes: Tiles, needs: Needs, scatter: bool) -> 
 
     Two passes compute the scores twice, and are faster all the same at head dim 256, where one pass spills. dv's sum
     alone leaves room for twice the queries. Where head dims come in pieces, the programs of a pass own one each. What
-    is scattered to a score_mod's tensors must be added once: where there are two passes, it has a third.
+    is scattered to a score_mod's tensors has a pass of its own: beside dk and dv it spilled 4 KB a thread.
     """
     pieces_dk, pieces_dv = sizes.pieces(problem.dim_qk), sizes.pieces(problem.dim_v)
     small = padded_dim(problem.dim_qk) + padded_dim(problem.dim_v) <= 256 or sizes.block_kv < 128
     if small and pieces_dk == pieces_dv == 1:
-        yield {}, sizes, 1
-        return
-    if needs.dk:
-        yield {"dv_ptr": None}, sizes, pieces_dk
-    if needs.dv:
-        yield (
-            {"dk_ptr": None},
-            (sizes if small else triton_mods.within_lists(problem, replace(sizes, block_q=2 * sizes.block_q))),
-            pieces_dv,
-        )
+        if needs.dk or needs.dv:
+            yield {}, sizes, 1
+    else:
+        if needs.dk:
+            yield {"dv_ptr": None}, sizes, pieces_dk
+        if needs.dv:
+            more = sizes if small else triton_mods.within_lists(problem, replace(sizes, block_q=2 * sizes.block_q))
+            yield {"dk_ptr": None}, more, pieces_dv
     if scatter:
-        yield {"dk_ptr": None, "dv_ptr": None}, sizes, 1
+        yield {"dk_ptr": None, "dv_ptr": None}, replace(sizes, num_warps=8), 1
 
 
 def _bias_gradient(problem: Problem, bias: torch.Tensor, sizes: Tiles, launch: Callable[..., None]) -> torch.Tensor:

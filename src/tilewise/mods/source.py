@@ -12,6 +12,7 @@ import linecache
 import operator
 from dataclasses import dataclass, field
 from types import FunctionType
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -20,8 +21,16 @@ from tilewise.mods.graph import compute_type
 from tilewise.mods.operations import OPERATIONS
 from tilewise.mods.values import Refusal, Value, cast, literal, operation_name
 
-FEW = 64  # elements of a tensor that a tile adds to one by one, rather than each pair for itself
+FEW = 16  # elements of a tensor that a tile adds to one by one, rather than each pair for itself
 WHERE_FROM = {"score": {"q", "kv", "score"}, "q_pos": {"q"}, "kv_pos": {"kv"}}
+
+
+class Term(NamedTuple):
+    """One index of a load: its text, the stride that it is multiplied by, and what it varies with."""
+
+    index: str
+    stride: str
+    depends: frozenset[str]
 
 
 @dataclass
@@ -109,24 +118,28 @@ class Writer:
         return self.pointers[site]
 
     def offset(self, site: int, tensor: int, tuples: str = "tensors") -> tuple[str, frozenset[str]]:
-        """Give the text of a load's offset. Negative indices count from the end; all are clamped.
+        """Give the text of a load's offset.
 
         Strides are 64-bit numbers where an offset may need it, and so is their product with an index then.
         """
+        terms = self.terms(site, tensor, tuples)
+        depends = frozenset().union(*(term.depends for term in terms))
+        return "".join(f" + {term.index} * {term.stride}" for term in terms), depends
+
+    def terms(self, site: int, tensor: int, tuples: str = "tensors") -> list[Term]:
+        """Give a load's indices and strides. Negative indices count from the end; all are clamped."""
         rank = len(self.indices[site])
         terms = []
         for axis, node in enumerate(self.indices[site]):
             index = self.value(node)
             size = f"{tuples}[{tensor}][{1 + rank + axis}]"
-            stride = f"{tuples}[{tensor}][{1 + axis}]"
             text = index.text
             if not index.natural:
                 text = f"tl.maximum(tl.where({text} < 0, {text} + {size}, {text}), 0)"
-            text = f"tl.minimum({text}, {size} - 1)"
-            terms.append((len(index.depends), f" + {text} * {stride}", index.depends))
-        terms.sort(key=operator.itemgetter(0))  # what is the same for all pairs first: the tile grows as late as it can
-        depends = frozenset().union(*(term[2] for term in terms))
-        return "".join(term[1] for term in terms), depends
+            stride = f"{tuples}[{tensor}][{1 + axis}]"
+            terms.append(Term(f"tl.minimum({text}, {size} - 1)", stride, index.depends))
+        # What is the same for all pairs first: the tile grows as late as it can.
+        return sorted(terms, key=lambda term: len(term.depends))
 
 
 def function(name: str, arguments: str, lines: list[str]) -> str:
@@ -178,17 +191,22 @@ def scatter(writer: Writer, site: int, value: Value) -> None:
         lines.append("d_load = tl.sum(d_load)")
         lines.append(f'tl.atomic_add(d_tensors[{tensor}][0]{offset}, d_load, sem="relaxed")')
     elif {"q", "kv"} <= depends:
+        *same, last = writer.terms(site, tensor, "d_tensors")
+        if any(term.depends for term in same):  # several vary: their sum is as good an index
+            same, last = [], Term(offset.removeprefix(" + "), "1", depends)
         # A table of distances, say: thousands would wait for each other at a few elements. An element at a time, then,
         # those between the least and the last that a visible pair reads, as long as they are few.
-        lines.append(f"d_offset = {offset.removeprefix(' + ')}")
-        lines.append("first = tl.min(tl.where(visible, d_offset, 2**31 - 1))")
-        lines.append("last = tl.max(tl.where(visible, d_offset, -(2**31)))")
+        base = "".join(f" + {term.index} * {term.stride}" for term in same)
+        lines.append(f"d_base = d_tensors[{tensor}][0]{base}")
+        lines.append(f"d_index = {last.index}")
+        lines.append("first = tl.min(tl.where(visible, d_index, 2**31 - 1))")
+        lines.append("last = tl.max(tl.where(visible, d_index, -(2**31)))")
         lines.append(f"if last - first < {FEW}:")
         lines.append("    for at in range(first, last + 1):")
-        lines.append("        d_element = tl.sum(tl.where(d_offset == at, d_load, 0.0))")
-        lines.append(f'        tl.atomic_add(d_tensors[{tensor}][0] + at, d_element, sem="relaxed")')
+        lines.append("        d_element = tl.sum(tl.where(d_index == at, d_load, 0.0))")
+        lines.append(f'        tl.atomic_add(d_base + at * {last.stride}, d_element, sem="relaxed")')
         lines.append("else:")
-        lines.append(f'    tl.atomic_add(d_tensors[{tensor}][0] + d_offset, d_load, mask=visible, sem="relaxed")')
+        lines.append(f'    tl.atomic_add(d_base + d_index * {last.stride}, d_load, mask=visible, sem="relaxed")')
     else:
         lines.append(f"d_pointer = d_tensors[{tensor}][0]{offset}")
         lines.append("if d_pointer.shape[0] == 1:")

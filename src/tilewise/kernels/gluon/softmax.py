@@ -54,7 +54,8 @@ def factor_of(largest, factors):
     score gives p = 1, and all others 0, as they should: the next number that float32 has lies 64 or more below.
 
     A lane asks its own scores, before it hears of the row's maximum, so that nothing waits for the answer. That is
-    enough: where its own are near and the row's maximum is not, or its own are far below, p is 0 by either factor.
+    enough: where its own are near and the row's maximum is not, or its own are far below, p is 0 by either factor; but
+    for a score on the border and a maximum that is float32's next number above it, which may count alike.
 
     ``factors`` is (factor, far, POWER): 2**30 / factor, and a power of two not below the factor. Behind a softcap,
     which keeps scores near, it is (1.0,).
