@@ -28,7 +28,7 @@ WHERE_FROM = {"score": {"q", "kv", "score"}, "q_pos": {"q"}, "kv_pos": {"kv"}}
 class Term(NamedTuple):
     """One index of a load: its text, the stride that it is multiplied by, and what it varies with."""
 
-    index: str
+    place: str
     stride: str
     depends: frozenset[str]
 
@@ -124,7 +124,7 @@ class Writer:
         """
         terms = self.terms(site, tensor, tuples)
         depends = frozenset().union(*(term.depends for term in terms))
-        return "".join(f" + {term.index} * {term.stride}" for term in terms), depends
+        return "".join(f" + {term.place} * {term.stride}" for term in terms), depends
 
     def terms(self, site: int, tensor: int, tuples: str = "tensors") -> list[Term]:
         """Give a load's indices and strides. Negative indices count from the end; all are clamped."""
@@ -196,9 +196,9 @@ def scatter(writer: Writer, site: int, value: Value) -> None:
             same, last = [], Term(offset.removeprefix(" + "), "1", depends)
         # A table of distances, say: thousands would wait for each other at a few elements. An element at a time, then,
         # those between the least and the last that a visible pair reads, as long as they are few.
-        base = "".join(f" + {term.index} * {term.stride}" for term in same)
+        base = "".join(f" + {term.place} * {term.stride}" for term in same)
         lines.append(f"d_base = d_tensors[{tensor}][0]{base}")
-        lines.append(f"d_index = {last.index}")
+        lines.append(f"d_index = {last.place}")
         lines.append("first = tl.min(tl.where(visible, d_index, 2**31 - 1))")
         lines.append("last = tl.max(tl.where(visible, d_index, -(2**31)))")
         lines.append(f"if last - first < {FEW}:")
