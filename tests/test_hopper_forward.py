@@ -205,6 +205,15 @@ def test_scores_beyond_any_exponent_choose_their_largest(dim: int, scale: float)
     assert ((got.lse.double() - right).abs() <= 4 * torch.finfo(torch.float32).eps * right.abs()).all()
 
 
+@pytest.mark.parametrize("sink", [-200.0, -1e4, 0.0, -np.inf])
+def test_a_row_that_sees_nothing_has_its_sink_for_an_lse(sink: float) -> None:
+    q, k, v = (torch.randn(1, 2, length, 64).bfloat16() for length in (70, 40, 40))
+    tensors = Tensors(q, k, v)._replace(sink=torch.full((2,), sink))
+    got = run(Call(tensors, options(causal=True), torch.randn_like(q), torch.randn(1, 2, 70)))
+    assert not got.out[:, :, :30].any()
+    assert torch.allclose(got.lse[:, :, :30], torch.full((1, 2, 30), sink), rtol=1e-6)
+
+
 def test_without_an_lse_out_is_the_same() -> None:
     call = CASES["causal"].build("cpu", "bfloat16")
     assert torch.equal(run(call, with_lse=False).out, run(call).out)

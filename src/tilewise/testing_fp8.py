@@ -8,10 +8,11 @@ then lose, number by number, what follows from the format alone:
   ``most = sum(2**-4 p |v| + 2**-18 p_max |v8|) / sum(p)`` is lost. Roundings being independent and uniform, the
   mean square is the sum of the squares of these terms over 3.
 - *Sums of 8-bit products.* An instruction adds 32 products to what was summed before, and cuts each of them 13 bits
-  behind the largest. In a score these are dim cuts, each uniform and with its product's sign: their sum has a standard
-  deviation of ``sqrt(dim / 3)`` units, the unit being at most 2**-13 of the row's largest product or score. Three of
-  these deviations are what a score may be off, and lse; out moves by twice as much of ``sum(p |v|)``. Each of the
-  len_kv / 32 steps of the second product may cut 2**-14 of what has been summed so far.
+  behind the largest. In a score these are dim cuts, each uniform from 0 to a unit and with its product's sign, the unit
+  being at most 2**-13 of the row's largest product or score: half a unit for each sign that is not balanced, and a
+  standard deviation of ``sqrt(dim / 12)``. The first and three of the second are what a score may be off, and lse; out
+  moves by twice as much of ``sum(p |v|)``. Each of the len_kv / 32 steps of the second product may cut 2**-14 of what
+  has been summed so far.
 - *out's own dtype*: half its eps.
 """
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 SUBNORMAL = 2.0**-18  # 2**-10 of a largest p of 2**8
 CUT = 2.0**-13  # of each term of a sum of 8-bit products, by the largest
-DEVIATIONS = 3  # of the cuts of a score: a single number's budget
+DEVIATIONS = 3  # of the cuts of a score, in a single number's budget
 STEP = 32  # keys of one instruction
 SUMS = 2.0**-20  # of exponents and sums in float32, relative
 SPARE = 1.1  # of a mean square: it is that of a sample
@@ -95,23 +96,25 @@ def _attend(
     out = p @ v
     largest = (p * v_scale[..., None, :]).amax(-1, keepdim=True) if len_kv else p.new_zeros((*p.shape[:-1], 1))
     normal, subnormal, v8 = ROUNDOFF * p, SUBNORMAL * largest * (p > 0), v / v_scale[..., None]
-    cut_score, cut_sum = _cut_of_scores(q * scale, k, score), -(-len_kv // STEP) * CUT / 2
+    (cut_most, cut_score), cut_sum = _cuts_of_scores(q * scale, k, score), -(-len_kv // STEP) * CUT / 2
     size, last = p @ v.abs(), eps * out.abs()
-    most = normal @ v.abs() + subnormal @ v8.abs() + (2 * DEVIATIONS * cut_score + cut_sum + SUMS) * size + last
+    most = normal @ v.abs() + subnormal @ v8.abs() + (2 * cut_most + cut_sum + SUMS) * size + last
     spread = p**2 @ v**2
     square = (ROUNDOFF**2 * spread + subnormal**2 @ v8**2 + last**2) / 3
     square += cut_score**2 * spread + cut_sum**2 * (out.abs() + 3 * spread.sqrt()) ** 2
-    most_lse = DEVIATIONS * cut_score[..., 0] + SUMS * lse.masked_fill(lse == -math.inf, 0.0).abs().clamp(min=1.0)
+    most_lse = cut_most[..., 0] + SUMS * lse.masked_fill(lse == -math.inf, 0.0).abs().clamp(min=1.0)
     return Right(out, lse, most, square, most_lse)
 
 
-def _cut_of_scores(q: torch.Tensor, k: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
-    """Give the standard deviation of what the units cut off the scores of each row; q is scaled."""
+def _cuts_of_scores(q: torch.Tensor, k: torch.Tensor, score: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give what the units cut off the scores of each row, at most and as a root mean square; q is scaled."""
     if not score.shape[-1]:
-        return score.new_zeros((*score.shape[:-1], 1))
+        return (score.new_zeros((*score.shape[:-1], 1)),) * 2
     product = (q.abs() * k.abs().amax(-2, keepdim=True)).amax(-1, keepdim=True)
     largest = score.masked_fill(score == -math.inf, 0.0).abs().amax(-1, keepdim=True)
-    return CUT * math.sqrt(q.shape[-1] / 3) * torch.maximum(product, largest)
+    unbalanced = (q.sign() @ k.sign().mT).abs().amax(-1, keepdim=True)
+    unit, dim = CUT * torch.maximum(product, largest), q.shape[-1]
+    return unit * (unbalanced / 2 + DEVIATIONS * math.sqrt(dim / 12)), unit * math.sqrt(dim / 3)
 
 
 def measure(

@@ -361,7 +361,7 @@ def arguments(
         "left": clip(band.left, problem),
         "right": clip(band.right, problem),
         "factor": factor,
-        "far": 2.0**30 / factor,
+        "far": 2.0**28 / factor,
         "softcap": score.softcap * LOG2E if score.softcap else None,
         "GROUPS": chosen.groups,
         "BLOCK_KV": chosen.block_kv,

@@ -49,15 +49,16 @@ def factor_of(largest, factors):
     """Give the factor by which each lane scales its scores of a row: (64, 4), from the largest of them.
 
     ``score * factor - anchor`` is rounded once, and the anchor was rounded before: the largest score's difference is
-    not 0 but half a unit in the anchor's last place. A common factor of all p, it cancels against row_sum, until exp2
-    overflows: from 2**30 on. There a power of two takes the factor's place, by which products are exact. So the largest
-    score gives p = 1, and all others 0, as they should: the next number that float32 has lies 64 or more below.
+    not 0 but half a unit in the anchor's last place. A common factor of all p, it cancels against row_sum, until p
+    overflows: in float16 from 2**28 on. There a power of two takes the factor's place, by which products are exact. So
+    the largest score gives p = 1, and all others next to nothing, as they should: the next number that float32 has lies
+    16 or more below.
 
     A lane asks its own scores, before it hears of the row's maximum, so that nothing waits for the answer. That is
-    enough: where its own are near and the row's maximum is not, or its own are far below, p is 0 by either factor; but
-    for a score on the border and a maximum that is float32's next number above it, which may count alike.
+    enough: where its own are near and the row's maximum is not, or its own are far below, p is 0 by either factor. Two
+    far maxima of different blocks that are neighbours in float32 may count alike; rounding would confuse them as well.
 
-    ``factors`` is (factor, far, POWER): 2**30 / factor, and a power of two not below the factor. Behind a softcap,
+    ``factors`` is (factor, far, POWER): 2**28 / factor, and a power of two not below the factor. Behind a softcap,
     which keeps scores near, it is (1.0,).
     """
     factor = gl.full_like(largest, factors[0])
@@ -159,11 +160,13 @@ def finish_rows(anchor, row_sum, sink):
     ``anchor`` is in base 2; ``sink`` is () or (a score in base 2,): one more step with no value.
     """
     total = gl.convert_layout(gl.sum(row_sum, 1), anchor.type.layout, assert_trivial=True)
+    anchor = gl.where(total == 0.0, -float("inf"), anchor)  # not 0: the sink may lie far below
     rescale = gl.full_like(total, 1.0)
     if len(sink) > 0:
         anchor_new = gl.maximum(anchor, sink[0])
-        rescale = gl.exp2(anchor - anchor_new)
-        total = total * rescale + gl.exp2(sink[0] - anchor_new)
+        finite = gl.where(anchor_new == -float("inf"), 0.0, anchor_new)
+        rescale = gl.exp2(anchor - finite)
+        total = total * rescale + gl.exp2(sink[0] - finite)
         anchor = anchor_new
     total_or_1 = gl.where(total == 0.0, 1.0, total)
-    return rescale / total_or_1, gl.where(total == 0.0, -float("inf"), anchor * LN2 + gl.log(total_or_1))
+    return rescale / total_or_1, anchor * LN2 + gl.log(total_or_1)

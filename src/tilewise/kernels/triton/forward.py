@@ -91,11 +91,12 @@ def attend(
 # ---- scores that are far out ----------------------------------------------------------------------------------------
 #
 # ``score * factor - anchor`` is rounded once, and the anchor was rounded before: the largest score's difference is not
-# 0 but half a unit in the anchor's last place. A common factor of all p, it cancels against row_sum, until exp2
-# overflows: from 2**30 on. There a power of two takes the factor's place, by which products are exact. So the largest
-# score gives p = 1, and all others 0, as they should: the next number that float32 has lies 64 or more below.
+# 0 but half a unit in the anchor's last place. A common factor of all p, it cancels against row_sum, until p
+# overflows: in float16 from 2**28 on. There a power of two takes the factor's place, by which products are exact. So
+# the largest score gives p = 1, and all others next to nothing, as they should: the next number that float32 has lies
+# 16 or more below.
 
-FAR = tl.constexpr(2.0**30)
+FAR = tl.constexpr(2.0**28)
 
 
 @triton.jit
