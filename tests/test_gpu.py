@@ -196,6 +196,15 @@ def test_scores_beyond_any_exponent_choose_their_largest(causal: bool, dim: int)
         assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
 
 
+@pytest.mark.parametrize("large", [(9864, 4932), (9856, 4928)])
+def test_scores_whose_p_float16_cannot_hold_choose_their_largest(large: tuple[int, int]) -> None:
+    q, k = (torch.full((1, 2, 200, 64), value, device="cuda", dtype=torch.float16) for value in large)
+    v = torch.randn_like(q)
+    k[:, :, torch.arange(200) != 77] = 0
+    out = tilewise.attention(q, k, v, backend=BACKEND)
+    assert torch.equal(out, v[:, :, 77:78].expand_as(out))
+
+
 def test_memory_is_out_and_lse_alone() -> None:
     q, k, v = (normal(1, 32, 32768, 128, seed=n) for n in range(3))
     torch.cuda.synchronize()

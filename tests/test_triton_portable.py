@@ -53,22 +53,29 @@ def poisoned_memory() -> Iterator[None]:
 
 # The longest case has thousands of such tiles; the interpreter takes a millisecond for each.
 ORDINARY = {name: case for name, case in CASES.items() if case.len_q * case.len_kv < 50_000}
+# p of a hidden pair, and of rows behind the last, is computed and then dropped. With an lse of -300 it is infinite, of
+# which NumPy alone warns; what is kept is judged all the same.
+DROPPED = [
+    pytest.mark.filterwarnings(f"ignore:{what}:RuntimeWarning")
+    for what in ("overflow encountered in exp2", "invalid value encountered in")
+]
+EACH = [pytest.param(case, id=name, marks=DROPPED if case.sink_mean else ()) for name, case in ORDINARY.items()]
 
 
-@pytest.mark.parametrize("case", ORDINARY.values(), ids=ORDINARY)
+@pytest.mark.parametrize("case", EACH)
 def test_every_case_is_within_budget_in_float32(case: Case) -> None:
     call = case.build("cpu", "float32")
     assert {"out", "lse", "dq", "dk", "dv"} <= set(check(run(call, NAME), call))
 
 
-@pytest.mark.parametrize("case", ORDINARY.values(), ids=ORDINARY)
+@pytest.mark.parametrize("case", EACH)
 def test_every_case_is_within_budget_in_float16(case: Case) -> None:
     call = case.build("cpu", "float16")
     check(run(call, NAME, gradients=False), call)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ORDINARY.values(), ids=ORDINARY)
+@pytest.mark.parametrize("case", EACH)
 def test_every_gradient_is_within_budget_in_float16(case: Case) -> None:
     call = case.build("cpu", "float16")
     check(run(call, NAME), call)

@@ -115,6 +115,7 @@ class Case:
     ranges: tuple[tuple[int, int], ...] = ()
     alibi: str = ""
     sink: str = ""
+    sink_mean: float = 0.0
     strided: bool = False
     options: Options = field(default_factory=Options)
 
@@ -153,7 +154,7 @@ class Case:
             v=draw.normal((*shape_k, self.dim_v)),
             bias=draw.normal([axes[letter] for letter in self.bias]) if self.bias else None,
             mask=mask,
-            sink=draw.normal(heads[self.sink]) if self.sink else None,
+            sink=draw.normal(heads[self.sink]).add_(self.sink_mean) if self.sink else None,
             alibi_slopes=draw.normal(heads[self.alibi]).abs() * 0.25 if self.alibi else None,
             kv_start=kv_start,
             kv_stop=kv_stop,
@@ -225,6 +226,7 @@ CASES: dict[str, Case] = {
         Case("padding mask", mask="b11k", options=_options()),
         Case("sink", sink="h", options=_options()),
         Case("sink per batch", sink="bh", options=_options(causal=True)),
+        Case("sink far below, beside empty rows", len_kv=20, sink="h", sink_mean=-300.0, options=_options(causal=True)),
         Case("left padding", ranges=((5, 37), (0, 37)), options=_options(causal=True)),
         Case("right padding", ranges=((0, 20), (0, 37)), options=_options()),
         Case("padding on both sides", ranges=((3, 30), (11, 12)), options=_options()),

@@ -326,6 +326,7 @@ def arguments(
     ``tensors`` holds what the call has, by the kernel's names; what is absent is None to the kernel, and costs nothing.
     """
     from tilewise.backends.launch import Mapped
+    from tilewise.kernels.triton.forward import FAR
 
     score, band = problem.score, problem.mask.band
     clipped, packed = _is_clipped(problem), problem.kind == "varlen"
@@ -361,7 +362,7 @@ def arguments(
         "left": clip(band.left, problem),
         "right": clip(band.right, problem),
         "factor": factor,
-        "far": 2.0**28 / factor,
+        "far": FAR.value / factor,
         "softcap": score.softcap * LOG2E if score.softcap else None,
         "GROUPS": chosen.groups,
         "BLOCK_KV": chosen.block_kv,

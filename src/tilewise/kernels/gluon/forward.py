@@ -375,9 +375,9 @@ def plan_of(*values):
 @gluon.jit
 def attention_forward(
     q_map, k_map, v_map, out_map, lse_ptr, counter_ptr, sink_ptr, kv_start_ptr, kv_stop_ptr, cu_q_ptr, cu_k_ptr,
-    sink_batch_stride: gl.int64, sink_head_stride: gl.int64, far: gl.float32, k_batch_rows: gl.int32,
-    v_batch_rows: gl.int32, tiles: gl.int32, batch: gl.int32, heads: gl.int32, group: gl.int32, section: gl.int32,
-    len_q: gl.int32, len_kv: gl.int32, offset: gl.int32, left, right, factor: gl.float32, softcap,
+    sink_batch_stride: gl.int64, sink_head_stride: gl.int64, k_batch_rows: gl.int32, v_batch_rows: gl.int32,
+    tiles: gl.int32, batch: gl.int32, heads: gl.int32, group: gl.int32, section: gl.int32,
+    len_q: gl.int32, len_kv: gl.int32, offset: gl.int32, left, right, factor: gl.float32, far: gl.float32, softcap,
     GROUPS: gl.constexpr, BLOCK_KV: gl.constexpr, BLOCK_DIM_QK: gl.constexpr, BLOCK_DIM_V: gl.constexpr,
     STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, DYNAMIC: gl.constexpr, LONGEST_FIRST: gl.constexpr,
     PING_PONG: gl.constexpr, LAZY: gl.constexpr, PACK: gl.constexpr, CLIPPED: gl.constexpr, TOP_LEFT: gl.constexpr,

@@ -28,10 +28,10 @@ def softmax_step(score, state, how, MASKED: gl.constexpr):
     if MASKED:
         score = hide(score, seen, start)
     largest = largest_of_lane(score)
-    row_max = to_rows_of(gl.max(largest, 1), score)
+    row_max_new = to_rows_of(gl.max(largest, 1), score)
     if len(state) > 0:
-        row_max = gl.maximum(state[0], row_max)
-    finite = gl.where(row_max == -float("inf"), 0.0, row_max) if MASKED else row_max
+        row_max_new = gl.maximum(state[0], row_max_new)
+    finite = gl.where(row_max_new == -float("inf"), 0.0, row_max_new) if MASKED else row_max_new
     anchor = finite * factors[0]
     p = gl.exp2(scaled(score, finite, factor_of(largest, factors)))
     row_sum = sum_of_lane(p)
@@ -41,25 +41,21 @@ def softmax_step(score, state, how, MASKED: gl.constexpr):
         row_sum = state[2] * to_rows_of(rescale, row_sum)[:, None] + row_sum
     else:
         rescale = gl.full_like(anchor, 1.0)
-    return p, (row_max, anchor, row_sum), rescale
+    return p, (row_max_new, anchor, row_sum), rescale
 
 
 @gluon.jit
 def factor_of(largest, factors):
     """Give the factor by which each lane scales its scores of a row: (64, 4), from the largest of them.
 
-    ``score * factor - anchor`` is rounded once, and the anchor was rounded before: the largest score's difference is
-    not 0 but half a unit in the anchor's last place. A common factor of all p, it cancels against row_sum, until p
-    overflows: in float16 from 2**28 on. There a power of two takes the factor's place, by which products are exact. So
-    the largest score gives p = 1, and all others next to nothing, as they should: the next number that float32 has lies
-    16 or more below.
+    Scores that are far out need a power of two, as ``kernels/triton/forward.py`` says.
 
     A lane asks its own scores, before it hears of the row's maximum, so that nothing waits for the answer. That is
     enough: where its own are near and the row's maximum is not, or its own are far below, p is 0 by either factor. Two
     far maxima of different blocks that are neighbours in float32 may count alike; rounding would confuse them as well.
 
-    ``factors`` is (factor, far, POWER): 2**28 / factor, and a power of two not below the factor. Behind a softcap,
-    which keeps scores near, it is (1.0,).
+    ``factors`` is (factor, far, POWER): from where on a score is far out, and a power of two not below the factor.
+    Behind a softcap, which keeps scores near, it is (1.0,).
     """
     factor = gl.full_like(largest, factors[0])
     if len(factors) > 1:
